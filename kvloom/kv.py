@@ -1,0 +1,57 @@
+"""ChunkKV: the KV cache of one chunk, immutable, and the shape letters used everywhere.
+
+L layers, H kv heads, G query heads per kv head, T context tokens, Q question tokens, S selected rows,
+D head dim, V vocabulary. There is no batch letter: the core holds one sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkKV:
+    """The keys and values of one chunk, as computed at positions ``start .. start + T - 1``.
+
+    Keys are rotated (after RoPE) for those positions; `kvloom.splice` moves them. Heads and head dim may differ
+    between layers, and between keys and values; the number of tokens may not. Raises ``ValueError`` when they do.
+    """
+
+    token_ids: Tensor  # (T,) int64
+    keys: tuple[Tensor, ...]  # L x (H, T, D), rotated for start .. start + T - 1
+    values: tuple[Tensor, ...]  # L x (H, T, D)
+    fingerprint: str  # of the model that computed it; see `kvloom.hf.Model.fingerprint`
+    start: int = 0  # position of the first token
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", tuple(self.keys))
+        object.__setattr__(self, "values", tuple(self.values))
+        if self.token_ids.ndim != 1:
+            raise ValueError(f"token_ids must be one-dimensional, got shape {tuple(self.token_ids.shape)}")
+        if len(self.keys) != len(self.values):
+            raise ValueError(f"{len(self.keys)} layers of keys but {len(self.values)} layers of values")
+        if self.start < 0:
+            raise ValueError(f"start must not be negative, got {self.start}")
+        num_tokens = len(self.token_ids)
+        for name, tensors in (("keys", self.keys), ("values", self.values)):
+            for layer, tensor in enumerate(tensors):
+                if tensor.ndim != 3 or tensor.shape[1] != num_tokens:
+                    raise ValueError(
+                        f"layer {layer}: {name} {tuple(tensor.shape)} should be (heads, {num_tokens}, head_dim); "
+                        "delete the chunk and compute it again"
+                    )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys, values and token ids."""
+        return sum(tensor.nbytes for tensor in (self.token_ids, *self.keys, *self.values))
