@@ -7,16 +7,21 @@ D head dim, V vocabulary. There is no batch letter: the core holds one sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
     """The keys and values of one chunk, as computed at positions ``start .. start + T - 1``.
 
-    Keys are rotated (after RoPE) for those positions; `kvloom.splice` moves them. Heads and head dim may differ
-    between layers, and between keys and values; the number of tokens may not. Raises ``ValueError`` when they do.
+    Keys are rotated (after RoPE) for those positions; `kvloom.splice` moves them. Heads and head dim may
+    differ between layers, and between keys and values; the number of tokens may not. Raises ``ValueError``
+    for tensors that do not fit each other.
     """
 
     token_ids: Tensor  # (T,) int64
@@ -30,6 +35,8 @@ class ChunkKV:
         object.__setattr__(self, "values", tuple(self.values))
         if self.token_ids.ndim != 1:
             raise ValueError(f"token_ids must be one-dimensional, got shape {tuple(self.token_ids.shape)}")
+        if self.token_ids.dtype != torch.int64:
+            raise ValueError(f"token_ids must be torch.int64, got {self.token_ids.dtype}")
         if len(self.keys) != len(self.values):
             raise ValueError(f"{len(self.keys)} layers of keys but {len(self.values)} layers of values")
         if self.start < 0:
@@ -39,8 +46,8 @@ class ChunkKV:
             for layer, tensor in enumerate(tensors):
                 if tensor.ndim != 3 or tensor.shape[1] != num_tokens:
                     raise ValueError(
-                        f"layer {layer}: {name} {tuple(tensor.shape)} should be (heads, {num_tokens}, head_dim); "
-                        "delete the chunk and compute it again"
+                        f"layer {layer}: {name} {tuple(tensor.shape)} should be "
+                        f"(heads, {num_tokens}, head_dim); delete the chunk and compute it again"
                     )
 
     @property

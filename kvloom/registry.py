@@ -1,7 +1,8 @@
 """Registry: name -> class, with text options turned into typed, checked fields.
 
-A method is a frozen keyword-only dataclass with a registered name. `Registry.build("infoflow", {"ratio": "0.15"})`
-converts each option to its field's type (pydantic in lax mode, so text works), and refuses what it does not know.
+A method is a frozen keyword-only dataclass with a registered name. `Registry.build` converts each option, as
+in ``{"ratio": "0.15"}``, to its field's type (pydantic in lax mode, so text works), and refuses what it does
+not know.
 Packages outside kvloom add methods through entry points (group ``kvloom.selectors`` and so on).
 """
 
@@ -19,6 +20,12 @@ from kvloom.errors import MethodError
 T = TypeVar("T")
 
 
+class _UnknownName(MethodError, KeyError):
+    """Also a ``KeyError``, which is what `Mapping.get` turns into its default."""
+
+    __str__ = Exception.__str__  # that of KeyError puts the message in quotes
+
+
 class Registry(Mapping[str, type[T]], Generic[T]):
     """A mapping from the names of methods to their classes. `kind` names them in messages: "selector"."""
 
@@ -32,7 +39,8 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
         def decorate(cls: type[T]) -> type[T]:
             if name in self._classes:
-                raise ValueError(f"{self.kind} {name!r} is already registered as {self._classes[name].__qualname__}")
+                taken = self._classes[name].__qualname__
+                raise ValueError(f"{self.kind} {name!r} is already registered as {taken}")
             self._classes[name] = cls
             cls.name = name  # type: ignore[attr-defined]
             return cls
@@ -48,7 +56,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
     def __getitem__(self, name: str) -> type[T]:
         self._load_entry_points()
         if name not in self._classes:
-            raise MethodError(f"unknown {self.kind} {name!r}{did_you_mean(name, self._classes)}")
+            raise _UnknownName(f"unknown {self.kind} {name!r}{did_you_mean(name, self._classes)}")
         return self._classes[name]
 
     def __contains__(self, name: object) -> bool:
@@ -69,14 +77,24 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         Raises ``MethodError`` for an unknown name or option and for a value that does not fit.
         """
         cls = self[name]
-        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
         hints = get_type_hints(cls)
         values: dict[str, Any] = {}
         for option, value in (options or {}).items():
             if option not in fields:
-                raise MethodError(f"{self.kind} {name!r} has no option {option!r}{did_you_mean(option, fields)}")
+                near = did_you_mean(option, fields)
+                raise MethodError(f"{self.kind} {name!r} has no option {option!r}{near}")
             values[option] = _convert(f"{name}: option {option}", value, hints[option])
-        return cls(**values)
+        for option, field in fields.items():
+            is_required = field.default is field.default_factory is dataclasses.MISSING
+            if is_required and option not in values:
+                raise MethodError(f"{self.kind} {name!r} needs the option {option!r}: {option}=VALUE")
+        try:
+            return cls(**values)
+        except MethodError:
+            raise
+        except ValueError as error:
+            raise MethodError(f"{name}: {error}") from error
 
 
 def _convert(what: str, value: Any, hint: Any) -> Any:
@@ -85,13 +103,15 @@ def _convert(what: str, value: Any, hint: Any) -> Any:
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
+        fault = error
         if isinstance(value, str) and value[:1] in "[{":
             try:
                 return TypeAdapter(hint).validate_json(value)
-            except ValidationError:
-                pass
-        reason = error.errors()[0]["msg"]
-        raise MethodError(f"{what}: {json.dumps(value, default=str)} will not do: {_decapitalize(reason)}") from None
+            except ValidationError as json_error:
+                fault = json_error
+        reason = fault.errors()[0]["msg"]
+        got = json.dumps(value, default=str)
+        raise MethodError(f"{what}: {got} will not do: {_decapitalize(reason)}") from None
 
 
 def _decapitalize(text: str) -> str:
@@ -100,7 +120,7 @@ def _decapitalize(text: str) -> str:
 
 def did_you_mean(name: str, known: Mapping[str, Any]) -> str:
     """The end of a message about an unknown name: the nearest known one, or all of them."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name.lower(), list(known), n=1)
     listing = ", ".join(sorted(known))
     return f"; did you mean {near[0]!r}?" if near else f"; there are: {listing}" if listing else ""
 

@@ -1,0 +1,139 @@
+"""ChunkSource: the KV of chunks by their token ids, from the store where it has them, computed and stored where not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from kvloom.errors import StoreError
+from kvloom.hf import Decoder, cat_ids
+from kvloom.kv import ChunkKV
+from kvloom.prefill import prefill
+from kvloom.store import Store, chunk_key
+from kvloom.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+
+class ChunkSource:
+    """Chunks of one decoder in one store. An entry that is not what its key says is rejected and computed again."""
+
+    def __init__(self, decoder: Decoder, store: Store) -> None:
+        self.decoder = decoder
+        self.store = store
+
+    def key(self, header_ids: Tensor, chunk_ids: Tensor) -> str:
+        """The store key of a chunk that was prefilled behind the header."""
+        return chunk_key(self.decoder.fingerprint, header_ids, chunk_ids)
+
+    def index(
+        self,
+        header_ids: Tensor,
+        chunks: Sequence[Tensor],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[str]:
+        """Stores every chunk that is not stored yet, each once; returns the chunks' keys in order.
+
+        A chunk is stored as soon as it is computed, so an interrupted run continues where it stopped.
+        `on_progress(done, total)` counts the tokens to compute. Raises ``StoreError`` when the store cannot be written.
+        """
+        keys = [self.key(header_ids, ids) for ids in chunks]
+        missing = {key: ids for key, ids in zip(keys, chunks, strict=True) if key not in self.store}
+        total, done = sum(map(len, missing.values())), 0
+        if on_progress is not None:
+            on_progress(0, total)
+        if missing:
+            header = self._header(header_ids, Trace(), must_store=True)
+            for key, kv in zip(missing, prefill(self.decoder, list(missing.values()), header), strict=True):
+                self.store.put(key, kv)
+                done += kv.num_tokens
+                if on_progress is not None:
+                    on_progress(done, total)
+        return keys
+
+    def supply(
+        self, header_ids: Tensor, chunks: Sequence[Tensor], trace: Trace
+    ) -> Iterator[tuple[int, ChunkKV]]:
+        """(index, KV) of the header, as index -1 unless it is empty, and of every chunk; stored chunks come first.
+
+        A chunk that the store does not have costs its own prefill and nothing else. Seconds and tokens go to `trace`.
+        """
+        header = self._header(header_ids, trace)
+        if header is not None:
+            yield -1, header
+        missing: dict[str, list[int]] = {}
+        for index, ids in enumerate(chunks):
+            key = self.key(header_ids, ids)
+            kv = None if key in missing else self._stored(key, ids, len(header_ids), trace)
+            if kv is None:
+                missing.setdefault(key, []).append(index)
+            else:
+                trace.reused_tokens += kv.num_tokens
+                yield index, kv
+        for key, kv in self._computed(missing, chunks, header, trace):
+            for index in missing[key]:
+                yield index, kv
+
+    def _computed(
+        self, missing: dict[str, list[int]], chunks: Sequence[Tensor], header: ChunkKV | None, trace: Trace
+    ) -> Iterator[tuple[str, ChunkKV]]:
+        computed = prefill(self.decoder, [chunks[indices[0]] for indices in missing.values()], header)
+        for key in missing:
+            with trace.seconds.clock("prefill", self.decoder.synchronize):
+                kv = next(computed)
+                self._store_if_possible(key, kv)
+            trace.prefilled_tokens += kv.num_tokens * len(missing[key])
+            yield key, kv
+
+    def _header(self, header_ids: Tensor, trace: Trace, *, must_store: bool = False) -> ChunkKV | None:
+        if len(header_ids) == 0:
+            return None
+        key = self.key(cat_ids([]), header_ids)
+        kv = self._stored(key, header_ids, 0, trace)
+        if kv is not None:
+            trace.reused_tokens += kv.num_tokens
+            return kv
+        with trace.seconds.clock("prefill", self.decoder.synchronize):
+            kv = next(prefill(self.decoder, [header_ids]))
+            if must_store:
+                self.store.put(key, kv)
+            else:
+                self._store_if_possible(key, kv)
+        trace.prefilled_tokens += kv.num_tokens
+        return kv
+
+    def _stored(self, key: str, ids: Tensor, start: int, trace: Trace) -> ChunkKV | None:
+        with trace.seconds.clock("load", self.decoder.synchronize):
+            kv = self.store.get(key)
+        if kv is None:
+            return None
+        reason = self._fault(kv, ids, start)
+        if reason:
+            self.store.reject(key, reason)
+            return None
+        return kv
+
+    def _fault(self, kv: ChunkKV, ids: Tensor, start: int) -> str:
+        """Why the entry is not the chunk asked for; empty when it is."""
+        if kv.fingerprint != self.decoder.fingerprint:
+            return "it was computed by another model"
+        if kv.start != start or not kv.token_ids.equal(ids):
+            return "it holds another chunk than its key says"
+        shapes = [
+            (*key.shape[::2], value.shape[0], value.shape[2])
+            for key, value in zip(kv.keys, kv.values, strict=True)
+        ]
+        if shapes != [(s.num_heads, s.key_dim, s.num_heads, s.value_dim) for s in self.decoder.kv_shapes]:
+            return "its keys and values do not have this model's shape"
+        if any(tensor.dtype != self.decoder.dtype for tensor in (*kv.keys, *kv.values)):
+            return f"its keys and values are not {self.decoder.dtype}"
+        return ""
+
+    def _store_if_possible(self, key: str, kv: ChunkKV) -> None:
+        """Stores for the next question; a store that cannot be written costs this one nothing but a warning."""
+        try:
+            self.store.put(key, kv)
+        except StoreError as error:
+            logger.warning("a computed chunk was not stored: %s", error)

@@ -1,0 +1,405 @@
+"""The seam: a transformers causal decoder, and all that kvloom asks of it.
+
+No other room names transformers' internals (with `cache.py` and `families.py`, which read configs). A forward is
+given token ids, positions, a `SplicedCache` and a `Plan`; the plan travels to the attention function as a keyword
+argument, so that two threads never share state.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from kvloom.attention import ByPosition, Heads, Plan, attend, attend_last
+from kvloom.bundled import BUNDLED, bundled_folder
+from kvloom.cache import CACHE_ARGUMENT, KVShape, SplicedCache
+from kvloom.errors import ModelError, UnsupportedModel
+
+ATTENTION = "kvloom"
+"""Name under which the attention function and its mask are registered with transformers."""
+
+FINGERPRINT_VERSION = 1
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    kvloom: Plan | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function: follows the plan of a kvloom forward, else is ordinary causal attention."""
+    heads = Heads(query.shape[-1] ** -0.5 if scaling is None else scaling, s_aux, softcap)
+    if kvloom is not None:
+        output = kvloom.attend(module.layer_idx, query[0], key[0], value[0], heads)[None]  # type: ignore[arg-type]
+    elif attention_mask is None:
+        output = torch.stack([attend_last(*qkv, heads) for qkv in zip(query, key, value, strict=True)])
+    else:
+        masks = attention_mask.expand(len(query), -1, -1, -1)[:, 0, :, : key.shape[2]]
+        output = torch.stack([attend(*qkvm, heads) for qkvm in zip(query, key, value, masks, strict=True)])
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    **rest: Any,
+) -> Tensor | None:
+    """No mask where the queries are the last tokens and nothing is padding: `attend_last` needs none."""
+    if (
+        (attention_mask is None or bool(attention_mask.all()))
+        and kv_offset == 0
+        and q_offset + q_length == kv_length
+    ):
+        return None
+    rest["allow_is_causal_skip"] = False
+    return sdpa_mask(
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        **rest,
+    )
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+class Decoder:
+    """A transformers causal language model, switched to kvloom's attention function.
+
+    The switch changes no result: without a plan the function computes what SDPA or eager attention would. Raises
+    ``UnsupportedModel`` for what is not a decoder with rotary position embeddings; whether its KV cache can really
+    be moved is for `kvloom.families.check` to say.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, tokenizer_identity: str = "") -> None:
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise UnsupportedModel(
+                f"{_name(model)} is an encoder-decoder; kvloom needs a decoder-only language model"
+            )
+        if model.get_output_embeddings() is None:
+            raise UnsupportedModel(
+                f"{_name(model)} has no language-model head; load it with AutoModelForCausalLM"
+            )
+        self.model = model.eval()
+        self.name = _name(model)
+        self.config = model.config.get_text_config(decoder=True)
+        self.body: Any = model.get_decoder()
+        self._layers_attribute = _layers_attribute(self.body, self.config.num_hidden_layers, self.name)
+        self.num_layers: int = self.config.num_hidden_layers
+        self.rotary: Any = getattr(self.body, "rotary_emb", None)
+        if self.rotary is None:
+            raise UnsupportedModel(
+                f"{self.name} has no rotary position embedding; kvloom moves keys by rotating them and cannot use this model"
+            )
+        model.set_attn_implementation(ATTENTION)
+        self._tokenizer_identity = tokenizer_identity
+        self._fingerprint: str | None = None
+        self._fingerprint_lock = threading.Lock()
+        self.kv_shapes = self._measure_kv_shapes()
+
+    # --- what it is
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that the model takes in all, or None if its config does not say.
+
+        LongRoPE changes its frequencies beyond the original length, which moves no key rightly: there it is that length.
+        """
+        limit = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings") or limit
+            return min(limit, original) if limit else original
+        return limit
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id at which the model's configs say that generation ends."""
+        ids: set[int] = set()
+        for config in (self.model.generation_config, self.config):
+            eos = getattr(config, "eos_token_id", None)
+            ids.update([eos] if isinstance(eos, int) else eos or [])
+        return frozenset(ids)
+
+    def new_cache(self, capacity: int) -> SplicedCache:
+        """An empty cache of this model with room for `capacity` rows."""
+        return SplicedCache(self.kv_shapes, capacity, dtype=self.dtype, device=self.device)
+
+    def _measure_kv_shapes(self) -> list[KVShape]:
+        """KV shapes read off the tensors of a one-token forward, and proof that the attention function is called."""
+        probe = _ShapeProbe()
+        self._run(
+            self.body, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), None, probe
+        )
+        if sorted(probe.shapes) != list(range(self.num_layers)):
+            raise UnsupportedModel(
+                f"{self.name}: {len(probe.shapes)} of {self.num_layers} layers use transformers' attention interface; "
+                "kvloom needs all of them to be ordinary attention layers"
+            )
+        return [probe.shapes[layer] for layer in range(self.num_layers)]
+
+    # --- forwards
+
+    def forward(self, token_ids: Tensor, positions: Tensor, cache: SplicedCache, *, num_new: int) -> Tensor:
+        """(V,) float32 logits after the last of token_ids (S,) at positions (S,), through every layer.
+
+        The last `num_new` tokens are appended to the cache; earlier ones overwrite its `overwriting` rows.
+        """
+        plan = self._announced(token_ids, positions, cache, num_new)
+        output = self._run(self.model, token_ids, positions, cache, plan, logits_to_keep=1)
+        return output.logits[0, -1].float()
+
+    def fill(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        cache: SplicedCache,
+        *,
+        num_new: int,
+        num_layers: int | None = None,
+        plan: Any = None,
+    ) -> None:
+        """As `forward`, for the cache alone: no language-model head, only the first `num_layers` layers if given.
+
+        `plan` wraps or replaces the by-position plan: a callable from one `ByPosition` to the plan to use.
+        """
+        by_position = self._announced(token_ids, positions, cache, num_new)
+        body = self.body if num_layers is None else self._truncated(num_layers)
+        self._run(body, token_ids, positions, cache, by_position if plan is None else plan(by_position))
+
+    def _announced(
+        self, token_ids: Tensor, positions: Tensor, cache: SplicedCache, num_new: int
+    ) -> ByPosition:
+        first_new = len(token_ids) - num_new
+        cache.announce(token_ids[first_new:], positions[first_new:])
+        return ByPosition(positions.to(self.device), cache.key_positions)
+
+    @torch.no_grad()
+    def _run(
+        self,
+        module: Any,
+        token_ids: Tensor,
+        positions: Tensor,
+        cache: SplicedCache | None,
+        plan: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return module(
+            input_ids=token_ids[None].to(self.device),
+            position_ids=positions[None].to(self.device),
+            use_cache=cache is not None,
+            kvloom=plan,
+            **{CACHE_ARGUMENT: cache},
+            **kwargs,
+        )
+
+    def _truncated(self, num_layers: int) -> Any:
+        """A view of the decoder body that stops after `num_layers` layers and shares its weights."""
+        if num_layers == self.num_layers:
+            return self.body
+        view = copy.copy(self.body)
+        view._modules = dict(self.body._modules)
+        layers = getattr(self.body, self._layers_attribute)
+        view._modules[self._layers_attribute] = nn.ModuleList(list(layers)[:num_layers])
+        return view
+
+    def synchronize(self) -> None:
+        """Returns once all work given to the device is done, so that a clock read next is honest."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # --- rotary position embedding
+
+    @torch.no_grad()
+    def rotation(self, delta: int) -> Tensor:
+        """(D, D) float32 matrix that moves keys by `delta` positions: ``keys @ rotation(delta)``.
+
+        R(p + d) k = R(d) R(p) k, so one rotation by the difference is exact. The matrix is the model's own rotary
+        function applied to the unit vectors, which makes it right for interleaved, half-split and partial rotary
+        alike; cos and sin are divided by the attention scaling that YaRN and LongRoPE fold into them.
+        """
+        head_dim = self.kv_shapes[0].key_dim
+        basis = torch.eye(head_dim, device=self.device)[
+            None, None
+        ]  # (1, 1, D, D): D "tokens", one per unit vector
+        places = torch.full((1, head_dim), delta, dtype=torch.int64, device=self.device)
+        cos, sin = self.rotary(basis[0], position_ids=places)
+        scale = float(getattr(self.rotary, "attention_scaling", 1.0))
+        cos, sin = cos / scale, sin / scale
+        apply = self._rotary_function()
+        try:
+            return apply(basis, basis, cos, sin)[1][0, 0].float()
+        except RuntimeError:
+            # Phi and GPT-NeoX slice the rotated part off before they call the function.
+            rotated = cos.shape[-1]
+            part = apply(basis[..., :rotated], basis[..., :rotated], cos, sin)[1]
+            return torch.cat([part, basis[..., rotated:]], -1)[0, 0].float()
+
+    def _rotary_function(self) -> Any:
+        attention_module = sys.modules[
+            type(_attention_of(getattr(self.body, self._layers_attribute)[0])).__module__
+        ]
+        function = getattr(attention_module, "apply_rotary_pos_emb", None)
+        if function is None:
+            raise UnsupportedModel(
+                f"{self.name}: no rotary function found beside its attention; kvloom cannot move its keys"
+            )
+        return function
+
+    # --- identity
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of what a KV cache depends on: config with rope, every weight, dtype, and the tokenizer."""
+        with self._fingerprint_lock:
+            if self._fingerprint is None:
+                self._fingerprint = self._compute_fingerprint()
+            return self._fingerprint
+
+    @torch.no_grad()
+    def _compute_fingerprint(self) -> str:
+        config = self.config.to_dict()
+        for incidental in (
+            "_name_or_path",
+            "transformers_version",
+            "_attn_implementation",
+            "dtype",
+            "use_cache",
+        ):
+            config.pop(incidental, None)
+        identity = [FINGERPRINT_VERSION, str(self.dtype), self._tokenizer_identity, config]
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_content_mark(tensor)}".encode())
+        return digest.hexdigest()
+
+
+def load(
+    name_or_path: str,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    **model_kwargs: Any,
+) -> tuple[PreTrainedModel, Any]:
+    """The causal language model and tokenizer of a folder, a hub name or "bundled:smollm2".
+
+    Raises ``ModelError`` with one sentence when either cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = str(_resolve(name_or_path))
+    if dtype is None:
+        on_cpu = torch.device(device or "cpu").type == "cpu" and "device_map" not in model_kwargs
+        dtype = torch.float32 if on_cpu else "auto"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **model_kwargs)
+    except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"cannot load model {name_or_path!r}: {reason}") from error
+    return (model if device is None else model.to(device)), tokenizer
+
+
+def _resolve(name_or_path: str) -> Path | str:
+    if name_or_path.startswith("bundled:"):
+        if name_or_path != BUNDLED:
+            raise ModelError(f"unknown bundled model {name_or_path!r}; there is: {BUNDLED}")
+        return bundled_folder()
+    path = Path(name_or_path).expanduser()
+    looks_local = path.exists() or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
+    if not looks_local:
+        return name_or_path
+    if not path.is_dir():
+        raise ModelError(
+            f"model folder {name_or_path!r} does not exist; give a folder with config.json and weights, or a hub name"
+        )
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model folder {name_or_path!r} has no config.json; it is not a transformers model")
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise ModelError(
+            f"model folder {name_or_path!r} has no weights (*.safetensors); download the model completely"
+        )
+    return path
+
+
+class _ShapeProbe:
+    """A plan that notes each layer's KV shape and returns zeros."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, KVShape] = {}
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> Tensor:
+        self.shapes[layer] = KVShape(keys.shape[0], keys.shape[2], values.shape[2])
+        return query.new_zeros((*query.shape[:2], values.shape[2]))
+
+
+def _name(model: PreTrainedModel) -> str:
+    path = getattr(model.config, "_name_or_path", "")
+    return f"{type(model).__name__} ({path})" if path else type(model).__name__
+
+
+def _layers_attribute(body: Any, num_layers: int, name: str) -> str:
+    for attribute, module in body.named_children():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return attribute
+    raise UnsupportedModel(f"{name}: no list of {num_layers} decoder layers found in {type(body).__name__}")
+
+
+def _attention_of(layer: nn.Module) -> nn.Module:
+    for module in layer.modules():
+        if hasattr(module, "layer_idx") and "attention" in type(module).__name__.lower():
+            return module
+    raise UnsupportedModel(f"{type(layer).__name__} has no attention module that kvloom knows")
+
+
+def _content_mark(tensor: Tensor) -> int:
+    """A number that changes when any element of the tensor does: the sum of its words, each times its odd place."""
+    words = tensor.detach().contiguous().view(torch.uint8).flatten()
+    words = words[: len(words) // 4 * 4].view(torch.int32) if len(words) % 4 == 0 else words.to(torch.int32)
+    mark = 0
+    for block in words.split(1 << 22):
+        weights = torch.arange(1, 2 * len(block), 2, dtype=torch.int32, device=block.device)
+        mark = (mark * 1_000_003 + int((block * weights).sum(dtype=torch.int64))) & (1 << 64) - 1
+    return mark
+
+
+def cat_ids(parts: Sequence[Tensor]) -> Tensor:
+    """The parts as one (T,) int64 tensor; empty when there are none."""
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,271 @@
+"""Loom: the straight line from documents to an answer.
+
+documents --prompt--> header | chunks | question
+chunk ids --prefill--> ChunkKV --store--> ChunkKV
+ChunkKVs --splice--> SplicedCache
+SplicedCache + question --Probe--> scores --select--> rows
+rows + question --recompute--> SplicedCache, next-token logits
+SplicedCache --generate--> Answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+from torch import Tensor
+
+from kvloom import families
+from kvloom.cache import SplicedCache
+from kvloom.chunk_source import ChunkSource
+from kvloom.errors import ContextTooLong
+from kvloom.generate import AnswerStream, Sampling, SamplingOptions
+from kvloom.hf import Decoder, cat_ids, load
+from kvloom.layout import contiguous
+from kvloom.probe import Probe
+from kvloom.prompt import Document, Prompt, PromptFormat, header_ids
+from kvloom.prompt import chunks as cut_into_chunks
+from kvloom.prompt import prompt as build_prompt
+from kvloom.recompute import recompute
+from kvloom.selectors import Selector, select, selectors
+from kvloom.splice import splice_into
+from kvloom.store import Store, open_store
+from kvloom.tokenizer import Tokenizer
+from kvloom.trace import Answer, Trace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvloom.verify import Report
+
+
+class Loom:
+    """A model, its tokenizer and a store of chunk KV; answers questions over documents without prefilling them again.
+
+    `model` is a transformers causal language model; it is switched to kvloom's attention function, which computes the
+    same results. `tokenizer` is any object with `encode`, `decode` and special-token ids. `store` is a `Store` or its
+    URL: ``memory:``, ``memory:4GiB``, ``disk:PATH``. Raises ``UnsupportedModel`` for a model whose KV cannot be moved.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        store: str | Store = "memory:",
+        prompt_format: PromptFormat | None = None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = Tokenizer(tokenizer)
+        self.store = open_store(store)
+        self.prompt_format = prompt_format or PromptFormat()
+        self.decoder = Decoder(model, tokenizer_identity=self.tokenizer.identity())
+        self.rotation_errors = families.check(self.decoder)
+        self.chunks = ChunkSource(self.decoder, self.store)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        store: str | Store = "memory:",
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        prompt_format: PromptFormat | None = None,
+        **model_kwargs: Any,
+    ) -> Loom:
+        """A Loom over a model folder, a hub name, or "bundled:smollm2", which works offline.
+
+        `dtype` None is float32 on a CPU and the checkpoint's own elsewhere. Raises ``ModelError``.
+        """
+        model, tokenizer = load(name_or_path, dtype=dtype, device=device, **model_kwargs)
+        return cls(model, tokenizer, store=store, prompt_format=prompt_format)
+
+    # --- documents -> chunks -> store
+
+    def index(
+        self, documents: Sequence[Document | str], *, on_progress: Callable[[int, int], None] | None = None
+    ) -> list[str]:
+        """Stores the KV of every chunk of the documents; returns the chunks' keys, in order.
+
+        A chunk that is stored, or given twice, is not computed again. `on_progress(done, total)` counts tokens.
+        """
+        chunks = cut_into_chunks(self.tokenizer, self.prompt_format, documents)
+        return self.chunks.index(self._prefill_header(), [chunk.token_ids for chunk in chunks], on_progress)
+
+    def _prefill_header(self) -> Tensor:
+        """The tokens behind which chunks are prefilled: the prompt's header, or none with ``header="none"``."""
+        if self.prompt_format.header == "none":
+            return cat_ids([])
+        return header_ids(self.tokenizer, self.prompt_format)
+
+    # --- question + documents -> prompt
+
+    def prompt(self, question: str, documents: Sequence[Document | str]) -> Prompt:
+        """The token ids of header, chunks and question, the same for every method."""
+        return build_prompt(self.tokenizer, self.prompt_format, question, documents)
+
+    def _check_length(self, prompt: Prompt, max_new_tokens: int) -> None:
+        """Raises ``ContextTooLong``, before any work, when prompt and answer do not fit the model."""
+        limit = self.decoder.max_length
+        if limit is None or prompt.num_tokens + max_new_tokens <= limit:
+            return
+        room = limit - max_new_tokens - len(prompt.question_ids)
+        fitting = sum(1 for span in prompt.document_spans if span.stop <= room)
+        asked = f"prompt has {prompt.num_tokens:,} tokens"
+        if prompt.num_tokens <= limit:
+            asked += f" and the answer may have {max_new_tokens:,}"
+        advice = (
+            f"give fewer documents or --top {fitting}" if fitting else "give a shorter document or question"
+        )
+        raise ContextTooLong(f"{asked}, model takes {limit:,}: {advice}")
+
+    # --- chunks -> spliced cache
+
+    def splice(self, prompt: Prompt, *, reserve: int = 0, trace: Trace | None = None) -> SplicedCache:
+        """The prompt's context from stored chunks, keys at their global positions.
+
+        A missing chunk is prefilled and stored; the others are still reused. `reserve` is room for rows beyond the
+        question.
+        """
+        trace = Trace() if trace is None else trace
+        self._check_length(prompt, 0)
+        num_header, lengths = len(prompt.header_ids), [len(ids) for ids in prompt.chunk_ids]
+        layout = contiguous(num_header, lengths)
+        cache = self.decoder.new_cache(prompt.num_tokens + reserve)
+        cache.announce(prompt.header_ids, torch.arange(num_header), exact=True)
+        behind = self._prefill_header()
+        for ids, start in zip(prompt.chunk_ids, layout.starts, strict=True):
+            is_exact = (
+                start == len(behind) == num_header
+            )  # computed at this very place behind this very header
+            cache.spans.append(cache.announce(ids, start + torch.arange(len(ids)), exact=is_exact))
+        cache.allocate()
+        for index, kv in self._supply(prompt, behind, trace):
+            rows, start = (range(num_header), 0) if index < 0 else (cache.spans[index], layout.starts[index])
+            with trace.seconds.clock("splice", self.decoder.synchronize):
+                splice_into(self.decoder, cache, rows, start, kv)
+        trace.context_tokens = cache.num_rows
+        return cache
+
+    def full_prefill(self, prompt: Prompt, *, reserve: int = 0) -> tuple[SplicedCache, Tensor]:
+        """The reference: the cache of the whole prompt, computed at once, and its next-token logits (V,) float32."""
+        self._check_length(prompt, 0)
+        cache = self.decoder.new_cache(prompt.num_tokens + reserve)
+        positions = torch.arange(prompt.num_tokens)
+        logits = self.decoder.forward(prompt.token_ids, positions, cache, num_new=prompt.num_tokens)
+        cache.spans = list(prompt.spans)
+        cache.exact = torch.ones_like(cache.exact)
+        return cache, logits
+
+    # --- spliced cache -> rows -> recomputed cache, logits
+
+    def select(
+        self, cache: SplicedCache, prompt: Prompt, selector: Selector | str, *, trace: Trace | None = None
+    ) -> Tensor:
+        """(S,) int64 ascending: the context rows that the selector would recompute; the cache is left as it was."""
+        trace = Trace() if trace is None else trace
+        with trace.seconds.clock("score", self.decoder.synchronize):
+            probe = Probe(self.decoder, cache, prompt.question_ids, prompt.question_span)
+            rows = select(as_selector(selector), probe)
+        trace.token_layers += probe.cost
+        return rows
+
+    def recompute(
+        self, cache: SplicedCache, rows: Tensor, prompt: Prompt, *, trace: Trace | None = None
+    ) -> Tensor:
+        """(V,) float32 next-token logits; the rows hold fresh KV and the question's rows are in the cache."""
+        trace = Trace() if trace is None else trace
+        with trace.seconds.clock("recompute", self.decoder.synchronize):
+            logits = recompute(self.decoder, cache, rows, prompt.question_ids)
+        assert logits is not None, "a prompt has at least one question token"
+        trace.recomputed_rows += len(rows)
+        trace.token_layers += (len(rows) + len(prompt.question_ids)) * self.decoder.num_layers
+        return logits
+
+    # --- all of it
+
+    def context(
+        self, question: str, documents: Sequence[Document | str], *, selector: Selector | str = "infoflow"
+    ) -> SplicedCache:
+        """The repaired context without the question, for ``model.generate(**cache.generate_kwargs(question_ids))``."""
+        prompt = self.prompt(question, documents)
+        selector = as_selector(selector)
+        if not selector.reuses:
+            cache = self.decoder.new_cache(prompt.num_tokens)
+            ids = prompt.context_ids
+            self.decoder.fill(ids, torch.arange(len(ids)), cache, num_new=len(ids))
+            cache.spans = list(prompt.spans)
+            cache.exact = torch.ones_like(cache.exact)
+            return cache
+        cache = self.splice(prompt)
+        recompute(self.decoder, cache, self.select(cache, prompt, selector))
+        return cache
+
+    def stream(
+        self,
+        question: str,
+        documents: Sequence[Document | str],
+        *,
+        selector: Selector | str = "infoflow",
+        options: Mapping[str, Any] | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AnswerStream:
+        """The answer as an iterator of text pieces; its `answer` is complete when the iterator is.
+
+        `selector` is an instance, or a name with `options` as data. The context is prepared before this returns.
+        """
+        chosen, wanted = as_selector(selector, options), Sampling.of(sampling)
+        prompt = self.prompt(question, documents)
+        self._check_length(prompt, wanted.max_new_tokens)
+        trace = Trace(method=repr(chosen), question_tokens=len(prompt.question_ids))
+        if chosen.reuses:
+            cache = self.splice(prompt, reserve=wanted.max_new_tokens, trace=trace)
+            rows = self.select(cache, prompt, chosen, trace=trace)
+            logits = self.recompute(cache, rows, prompt, trace=trace)
+        else:
+            with trace.seconds.clock("recompute", self.decoder.synchronize):
+                cache, logits = self.full_prefill(prompt, reserve=wanted.max_new_tokens)
+            trace.context_tokens = trace.recomputed_rows = len(prompt.context_ids)
+            trace.token_layers = prompt.num_tokens * self.decoder.num_layers
+        trace.kv_bytes = cache.num_bytes
+        return AnswerStream(self.decoder, self.tokenizer, cache, logits, wanted, trace)
+
+    def answer(
+        self,
+        question: str,
+        documents: Sequence[Document | str],
+        *,
+        selector: Selector | str = "infoflow",
+        options: Mapping[str, Any] | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Answer:
+        """The answer to the question over the documents, in the order given."""
+        stream = self.stream(question, documents, selector=selector, options=options, **sampling)
+        for _ in stream:
+            pass
+        return stream.answer
+
+    def verify(self, questions: Sequence[str], documents: Sequence[Document | str], **options: Any) -> Report:
+        """Whether reuse is right on this model and these documents; see `kvloom.verify.verify` for the options."""
+        from kvloom.verify import verify
+
+        return verify(self, questions, documents, **options)
+
+    def _supply(self, prompt: Prompt, behind: Tensor, trace: Trace) -> Any:
+        """(index, KV) of every chunk, and of the header as index -1."""
+        if len(behind) == len(prompt.header_ids):
+            yield from self.chunks.supply(behind, prompt.chunk_ids, trace)
+            return
+        yield from self.chunks.supply(prompt.header_ids, [], trace)
+        yield from self.chunks.supply(behind, prompt.chunk_ids, trace)
+
+
+def as_selector(selector: Selector | str, options: Mapping[str, Any] | None = None) -> Selector:
+    """The instance given, or one of the registered name with options as data; ``MethodError`` for others."""
+    if isinstance(selector, str):
+        return selectors.build(selector, options)
+    if options:
+        raise TypeError("options go with a selector's name; an instance has its own")
+    return selector

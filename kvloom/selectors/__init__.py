@@ -1,0 +1,11 @@
+"""Selectors: which rows of a spliced cache to recompute. One file per method, one registration in it."""
+
+from kvloom.selectors import epic, full, infoflow, none, random
+from kvloom.selectors.base import Selector, select, selectors
+from kvloom.selectors.epic import Epic
+from kvloom.selectors.full import Full
+from kvloom.selectors.infoflow import InfoFlow
+from kvloom.selectors.none import NoRecompute
+from kvloom.selectors.random import Random
+
+__all__ = ["Epic", "Full", "InfoFlow", "NoRecompute", "Random", "Selector", "select", "selectors"]

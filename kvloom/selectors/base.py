@@ -1,0 +1,62 @@
+"""Selector: a score for each context row; `select` spends the budget on the best of those that are not exact yet."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvloom.errors import MethodError
+from kvloom.probe import Probe
+from kvloom.registry import Registry
+
+selectors: Registry[Selector] = Registry("selector")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selector(ABC):
+    """Base of all methods that choose rows. Raises ``MethodError`` for a ratio outside 0..1."""
+
+    ratio: float = 0.15  # share of the context rows (header and chunks) that is recomputed
+
+    name: ClassVar[str]
+    reuses: ClassVar[bool] = True  # False: nothing is spliced, the whole prompt is prefilled
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise MethodError(
+                f"{self.name}: ratio is the share of rows to recompute, from 0 to 1, got {self.ratio}"
+            )
+
+    @abstractmethod
+    def score(self, probe: Probe) -> Tensor:
+        """(T,) float32, one per context row, higher = recompute first."""
+
+    def budget(self, probe: Probe) -> int:
+        """Rows to recompute; at least one for any ratio above 0, so that a short context is repaired at all."""
+        return max(1, int(self.ratio * probe.num_rows + 1e-9)) if self.ratio else 0
+
+
+def select(selector: Selector, probe: Probe) -> Tensor:
+    """(S,) int64 ascending: the rows with the best scores, never one that is exact; ties go to the earlier row.
+
+    Raises ``MethodError`` when the method returns a score of another shape or one that is not a number.
+    """
+    candidates = (~probe.exact).nonzero().flatten()
+    num_rows = min(selector.budget(probe), len(candidates))
+    if num_rows == 0:
+        return candidates[:0]
+    if num_rows == len(candidates):
+        return candidates
+    scores = selector.score(probe)
+    if scores.shape != (probe.num_rows,):
+        raise MethodError(
+            f"{selector.name}: score has shape {tuple(scores.shape)}, the context has {probe.num_rows} rows"
+        )
+    if scores.isnan().any():
+        raise MethodError(f"{selector.name}: score is not a number for {int(scores.isnan().sum())} rows")
+    best = scores[candidates].sort(descending=True, stable=True).indices[:num_rows]
+    return candidates[best].sort().values

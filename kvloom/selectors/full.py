@@ -1,0 +1,24 @@
+"""Full prefill: nothing is reused and every row is computed; the reference for quality and for time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvloom.probe import Probe
+from kvloom.selectors.base import Selector, selectors
+
+
+@selectors.register("full")
+@dataclass(frozen=True, kw_only=True)
+class Full(Selector):
+    """Prefills the whole prompt."""
+
+    ratio: float = field(default=1.0, init=False)
+    reuses: ClassVar[bool] = False
+
+    def score(self, probe: Probe) -> Tensor:
+        return torch.ones(probe.num_rows)

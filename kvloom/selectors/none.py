@@ -1,0 +1,22 @@
+"""No recompute: chunks are spliced at their global positions and used as they are; the line every method must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvloom.probe import Probe
+from kvloom.selectors.base import Selector, selectors
+
+
+@selectors.register("none")
+@dataclass(frozen=True, kw_only=True)
+class NoRecompute(Selector):
+    """Recomputes no row."""
+
+    ratio: float = field(default=0.0, init=False)
+
+    def score(self, probe: Probe) -> Tensor:
+        return torch.zeros(probe.num_rows)

@@ -1,0 +1,22 @@
+"""Random rows, seeded: the control that a method must beat to be worth its scoring pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvloom.probe import Probe
+from kvloom.selectors.base import Selector, selectors
+
+
+@selectors.register("random")
+@dataclass(frozen=True, kw_only=True)
+class Random(Selector):
+    """Scores rows by a random number; the same seed and context length give the same rows."""
+
+    seed: int = 0
+
+    def score(self, probe: Probe) -> Tensor:
+        return torch.rand(probe.num_rows, generator=torch.Generator().manual_seed(self.seed))
