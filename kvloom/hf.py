@@ -116,11 +116,20 @@ class Decoder:
             raise UnsupportedModel(
                 f"{self.name} has no rotary position embedding; kvloom moves keys by rotating them and cannot use this model"
             )
-        model.set_attn_implementation(ATTENTION)
+        self._own_attention: str = model.config._attn_implementation
         self._tokenizer_identity = tokenizer_identity
         self._fingerprint: str | None = None
         self._fingerprint_lock = threading.Lock()
-        self.kv_shapes = self._measure_kv_shapes()
+        model.set_attn_implementation(ATTENTION)
+        try:
+            self.kv_shapes = self._measure_kv_shapes()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Gives the model its own attention function back."""
+        self.model.set_attn_implementation(self._own_attention)
 
     # --- what it is
 

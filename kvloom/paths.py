@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """The folder for files that can be made again: ``$KVLOOM_CACHE``, or ``kvloom`` in the user's cache folder.
+    """``$KVLOOM_CACHE``, or ``kvloom`` in the user's cache folder: for files that can be made again.
 
-    The user's cache folder is ``$XDG_CACHE_HOME``, or ``~/.cache``. An empty variable counts as unset. Nothing is created.
+    The user's cache folder is ``$XDG_CACHE_HOME``, or ``~/.cache``. An empty variable counts as unset.
+    Nothing is created.
     """
     if folder := os.environ.get("KVLOOM_CACHE"):
         return Path(folder).expanduser()

@@ -2,7 +2,7 @@
 
 So the ids of a chunk depend on its document and the format only: not on the question, the other chunks or its
 place. The header is what the chat template puts before the user's text, and the instruction; the question
-part ends where the assistant's answer begins. Any template is cut the same way: it is rendered with marker words
+part ends where the assistant's answer begins. Any template is cut the same way: it is rendered with markers
 in place of the passages and the question, and the rendered text is cut at the markers.
 """
 
@@ -246,7 +246,7 @@ def _render(tokenizer: Tokenizer, format: PromptFormat, content: str) -> str:
     switches: dict[str, Any] = {
         "enable_thinking": format.thinking,  # Qwen, GLM
         "thinking": format.thinking,  # DeepSeek, Granite
-        "strftime_now": date.fromisoformat(format.date).strftime,
+        "today": date.fromisoformat(format.date),
     }
     user = {"role": "user", "content": content}
     system = (format.system or "").strip()

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from kvloom.errors import MethodError
 
 T = TypeVar("T")
+C = TypeVar("C", bound=type[Any])  # not type[T]: the decorated name keeps its own class
 
 
 class _UnknownName(MethodError, KeyError):
@@ -34,15 +35,15 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         self._classes: dict[str, type[T]] = {}
         self._entry_points_loaded = False
 
-    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+    def register(self, name: str) -> Callable[[C], C]:
         """Registers the decorated class under `name` and returns it; a name taken is a ``ValueError``."""
 
-        def decorate(cls: type[T]) -> type[T]:
+        def decorate(cls: C) -> C:
             if name in self._classes:
                 taken = self._classes[name].__qualname__
                 raise ValueError(f"{self.kind} {name!r} is already registered as {taken}")
             self._classes[name] = cls
-            cls.name = name  # type: ignore[attr-defined]
+            cls.name = name
             return cls
 
         return decorate

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvloom.errors import PromptError
 
 if TYPE_CHECKING:
+    import datetime
     from collections.abc import Callable, Iterable, Mapping
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -134,16 +135,23 @@ class Tokenizer:
     def has_template(self) -> bool:
         return bool(getattr(self.raw, "chat_template", None)) and hasattr(self.raw, "apply_chat_template")
 
-    def render(self, messages: list[dict[str, str]], **kwargs: Any) -> str:
+    def render(
+        self, messages: list[dict[str, str]], *, today: datetime.date | None = None, **kwargs: Any
+    ) -> str:
         """The text of the chat template for `messages`, up to where the assistant's answer begins.
 
-        Raises ``PromptError`` when there is no template, or when it refuses the messages.
+        A template asking for the date is told `today`, or the clock's. Raises ``PromptError`` when there is
+        no template, or when it refuses the messages.
         """
         if not self.has_template:
             raise PromptError(f"the tokenizer {type(self.raw).__name__} has no chat template")
         keywords = _keywords(self.raw.apply_chat_template)
         accepted = {key: value for key, value in kwargs.items() if key in keywords or _ANY in keywords}
         try:
+            if today is not None and "chat_template" in keywords:
+                template = self.raw.get_chat_template()
+                if "strftime_now" in template:
+                    accepted["chat_template"] = _date_macro(today) + template
             return self.raw.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **accepted
             )
@@ -249,6 +257,15 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(
         _ANY if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in parameters
     )
+
+
+def _date_macro(today: datetime.date) -> str:
+    """Jinja that shadows transformers' `strftime_now`, which a variable of that name cannot."""
+    directives = ["%" + letter for letter in "aAbBdmyYHIMSpjUWuwxXcDFTeZz"]
+    steps = {directive: today.strftime(directive) for directive in directives}
+    steps |= {"%-d": str(today.day), "%-m": str(today.month)}
+    body = "".join(f" | replace({directive!r}, {text!r})" for directive, text in steps.items())
+    return "{%- macro strftime_now(format) -%}{{ format" + body + " }}{%- endmacro %}\n"
 
 
 def _drop_leading_blank(definition: Mapping[str, Any]) -> dict[str, Any]:

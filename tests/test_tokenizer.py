@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from datetime import date
+
 import pytest
 from byte_tokenizer import ByteTokenizer
 from hypothesis import given, settings
@@ -11,7 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from kvloom.errors import PromptError
 from kvloom.tokenizer import StreamDecoder, Tokenizer
 
-LINES = ["The cat sat on the mat.", "Who wrote the book about the cat?", "你好，世界。", "naïve café 😀 [INST] <|im_end|>"]
+LINES = [
+    "The cat sat on the mat.",
+    "Who wrote the book about the cat?",
+    "你好。世界。",
+    "naïve café 😀 [INST] <|im_end|>",
+]
 
 
 def bpe(chat_template: str | None = None, special: tuple[str, ...] = ("<s>", "</s>", "<|im_end|>")):
@@ -30,7 +37,7 @@ def bpe(chat_template: str | None = None, special: tuple[str, ...] = ("<s>", "</
 
 
 def sentencepiece(scheme: str = "always"):
-    """A BPE with bytes to fall back to and a blank in front, as of Llama 2: `scheme` of Metaspace, or "normalizer"."""
+    """A BPE with bytes to fall back to and a blank in front, as of Llama 2; by Metaspace or a normalizer."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for token in ["▁", *"abcdefghijklmnopqrstuvwxyz.[]/INST", "▁a", "th", "the"]:
         vocab.setdefault(token, len(vocab))
@@ -43,7 +50,9 @@ def sentencepiece(scheme: str = "always"):
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +79,11 @@ def test_transformers_own_switch_misses_control_tokens_not_flagged_special(fast)
 
 def test_plain_text_has_the_ids_transformers_gives(fast):
     for text in [*LINES[:3], "two  blanks", " leading", "trailing ", ""]:
-        assert fast.encode(text) == fast.encode(text, special=True) == fast.raw.encode(text, add_special_tokens=False)
+        assert (
+            fast.encode(text)
+            == fast.encode(text, special=True)
+            == fast.raw.encode(text, add_special_tokens=False)
+        )
     two_blanks = fast.raw.convert_tokens_to_ids("  ")
     assert two_blanks in fast.encode("two  blanks")  # an added token that abbreviates text stays
 
@@ -86,7 +99,9 @@ def test_vocabulary_that_spells_a_control_token():
     backend = Backend(models.WordLevel({"<s>": 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(["<s>"])
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="[UNK]")
+    )
     assert tokenizer.encode("a <s> a", special=True) == [1, 0, 1]
     assert tokenizer.encode("a <s> a") == [1, 2, 2, 1]
 
@@ -142,16 +157,34 @@ def test_decode_keeps_blanks_and_drops_specials():
     raw.clean_up_tokenization_spaces = True
     tokenizer = Tokenizer(raw)
     assert tokenizer.decode(tokenizer.encode("a , b .<|im_end|>", special=True)) == "a , b ."
-    assert tokenizer.decode(tokenizer.encode("a<|im_end|>", special=True), skip_special=False) == "a<|im_end|>"
+    assert (
+        tokenizer.decode(tokenizer.encode("a<|im_end|>", special=True), skip_special=False) == "a<|im_end|>"
+    )
 
 
 def test_render():
-    template = "{{ messages[0].role }}:{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}{{ extra }}"
+    template = "{{ messages[0].role }}:{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}"
+    template += "{{ extra }}"
     for raw in (ByteTokenizer(template), bpe(template)):
         assert Tokenizer(raw).render([{"role": "user", "content": "hi"}], extra="!") == "user:hi>!"
     for template in ("{{ raise_exception('no role') }}", "{{ 1 / 0 }}", "{{ missing.field }}"):
-        with pytest.raises(PromptError, match="the chat template refuses the messages: .*(no role|zero|missing)"):
+        with pytest.raises(
+            PromptError, match=r"the chat template refuses the messages: .*(no role|zero|missing)"
+        ):
             Tokenizer(bpe(template)).render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("format", ["%d %b %Y", "%Y-%m-%d", "%A, %B %d, %y", "%H:%M %j %F", "", "no date"])
+def test_render_can_fix_the_date(format):
+    template = (
+        "{% macro now() %}{{ strftime_now('" + format + "') }}{% endmacro %}"
+        "{% for m in messages %}{% if strftime_now is defined %}{{ now() }}|{% endif %}{{ m.content }}"
+        "{% endfor %}"
+    )
+    template = "\n  {% if true %}\n  " + template + "{% endif %}"
+    today = date(2025, 3, 9)
+    messages = [{"role": "user", "content": "hi"}]
+    assert Tokenizer(bpe(template)).render(messages, today=today) == f"\n  {today.strftime(format)}|hi"
 
 
 def test_identity():
@@ -168,7 +201,9 @@ def test_identity():
     assert Tokenizer(ByteTokenizer()).identity() == Tokenizer(ByteTokenizer("template")).identity()
 
 
-TOKENIZERS = {name: Tokenizer(raw) for name, raw in [("bpe", bpe()), ("sp", sentencepiece()), ("byte", ByteTokenizer())]}
+TOKENIZERS = {
+    name: Tokenizer(raw) for name, raw in [("bpe", bpe()), ("sp", sentencepiece()), ("byte", ByteTokenizer())]
+}
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -181,7 +216,9 @@ def test_stream_is_decode(name, data):
     ids = tokenizer.encode(text) + data.draw(st.lists(st.integers(0, size - 1), max_size=20))
     for skip_special in (True, False):
         decoder = StreamDecoder(tokenizer, skip_special=skip_special)
-        assert "".join(map(decoder.feed, ids)) + decoder.flush() == tokenizer.decode(ids, skip_special=skip_special)
+        assert "".join(map(decoder.feed, ids)) + decoder.flush() == tokenizer.decode(
+            ids, skip_special=skip_special
+        )
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

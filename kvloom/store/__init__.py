@@ -1,6 +1,7 @@
 """Where the KV of chunks lives between requests."""
 
 from kvloom.store.base import (
+    EntryHead,
     Rejection,
     Store,
     StoreStats,
@@ -14,6 +15,7 @@ from kvloom.store.memory import MemoryStore
 
 __all__ = [
     "DiskStore",
+    "EntryHead",
     "MemoryStore",
     "Rejection",
     "Store",

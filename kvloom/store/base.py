@@ -58,6 +58,18 @@ class StoreStats:
     num_bytes: int | None  # None: this store cannot tell without reading its entries
     limit_bytes: int | None = None  # None: no bound of its own
     rejected: int = 0  # entries found wrong since this store was opened
+    quarantined: int = 0  # entries found wrong by anyone and kept aside for inspection
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryHead:
+    """What an entry says of itself, its contents unread and unchecked."""
+
+    key: str
+    num_tokens: int
+    num_bytes: int
+    fingerprint: str
+    start: int
 
 
 class Store(ABC):
@@ -105,6 +117,19 @@ class Store(ABC):
     def __contains__(self, key: str) -> bool:
         return self.contains(key)
 
+    def describe(self, key: str) -> EntryHead | None:
+        """The entry's head; or None: it is absent, or what was read is wrong and `rejections` says why."""
+        kv = self.get(key)
+        if kv is None:
+            return None
+        return EntryHead(
+            key=key,
+            num_tokens=kv.num_tokens,
+            num_bytes=kv.num_bytes,
+            fingerprint=kv.fingerprint,
+            start=kv.start,
+        )
+
     def stats(self) -> StoreStats:
         """What the store holds now."""
         entries = sum(1 for _ in self.keys())
@@ -120,7 +145,7 @@ class Store(ABC):
         try:
             was_there = self._set_aside(key, reason)
         except StoreError:
-            self._note(Rejection(key, reason, set_aside=False))
+            self._leave(key, reason)
         else:
             if was_there:
                 self._note(Rejection(key, reason))

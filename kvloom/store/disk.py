@@ -9,22 +9,24 @@ import re
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy
 
 from kvloom.errors import MethodError, StoreError
-from kvloom.store.base import Store, StoreStats, check_key, is_key, stores
-from kvloom.store.format import DamagedEntry, NewerFormat, decode, encode
+from kvloom.store.base import EntryHead, Store, StoreStats, check_key, is_key, stores
+from kvloom.store.format import DamagedEntry, NewerFormat, decode, decode_head, encode, head_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from typing import Self
 
     from kvloom.kv import ChunkKV
 
 SUFFIX = ".safetensors"
 QUARANTINE = "quarantine"
+
+T = TypeVar("T")
 
 _TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9]+\.[0-9a-f]{32}\.tmp")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -63,16 +65,18 @@ class DiskStore(Store):
 
     def get(self, key: str) -> ChunkKV | None:
         """The entry, its CPU tensors sharing one buffer; or None, and `rejections` has any fault."""
-        path = self._file(key)
+        return self._decoded(key, lambda path: decode(key, _read(path)))
+
+    def describe(self, key: str) -> EntryHead | None:
+        return self._decoded(key, lambda path: decode_head(key, *_read_head(path)))
+
+    def _decoded(self, key: str, decode_file: Callable[[Path], T]) -> T | None:
         try:
-            content = _read(path)
+            return decode_file(self._file(key))
         except FileNotFoundError:
             return None
         except OSError as error:
             self._leave(key, f"cannot be read: {_cause(error)}")
-            return None
-        try:
-            return decode(key, content)
         except NewerFormat as error:
             self._leave(key, str(error))
         except DamagedEntry as error:
@@ -117,8 +121,13 @@ class DiskStore(Store):
             with contextlib.suppress(FileNotFoundError):
                 num_bytes += entry.stat().st_size
                 entries += 1
-        rejected = len(self.rejections)
-        return StoreStats(where=self.where, entries=entries, num_bytes=num_bytes, rejected=rejected)
+        return StoreStats(
+            where=self.where,
+            entries=entries,
+            num_bytes=num_bytes,
+            rejected=len(self.rejections),
+            quarantined=sum(entry.name.endswith(SUFFIX) for entry in _listing(self.path / QUARANTINE)),
+        )
 
     def _file(self, key: str) -> Path:
         check_key(key)
@@ -168,6 +177,15 @@ def _read(path: Path) -> memoryview:
     with open(path, "rb") as file:
         content = numpy.empty(os.fstat(file.fileno()).st_size, dtype=numpy.uint8).data
         return content[: file.readinto(content)]
+
+
+def _read_head(path: Path) -> tuple[memoryview, int]:
+    """The file's bytes up to the end of its header, and the size of the whole."""
+    with open(path, "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        beginning = file.read(8)
+        rest = file.read(max(0, head_bytes(beginning, num_bytes) - len(beginning)))
+    return memoryview(beginning + rest), num_bytes
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:

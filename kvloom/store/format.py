@@ -18,7 +18,7 @@ import xxhash
 
 from kvloom.errors import StoreError
 from kvloom.kv import ChunkKV
-from kvloom.store.base import FORMAT_VERSION, fields
+from kvloom.store.base import FORMAT_VERSION, EntryHead, fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -123,6 +123,30 @@ def decode(key: str, content: memoryview) -> ChunkKV:
         return ChunkKV(token_ids, keys, values, fingerprint=metadata["fingerprint"], start=start)
     except ValueError as error:
         raise DamagedEntry(f"is damaged: {error}") from None
+
+
+def decode_head(key: str, head: memoryview, num_bytes: int) -> EntryHead:
+    """What the file of `num_bytes` says of itself, from its first bytes up to the end of its header.
+
+    The tensors are not looked at. Raises as `decode` does.
+    """
+    header, _ = _read_header(head)
+    metadata = header["__metadata__"]
+    if metadata["key"] != key:
+        raise DamagedEntry(f"holds the chunk of another key, {metadata['key']}")
+    extent = _read_extent("token_ids", header.get("token_ids"), 0)
+    return EntryHead(
+        key=key,
+        num_tokens=math.prod(extent.shape),
+        num_bytes=num_bytes,
+        fingerprint=metadata["fingerprint"],
+        start=_decimal(metadata, "start"),
+    )
+
+
+def head_bytes(beginning: bytes, num_bytes: int) -> int:
+    """How many bytes of a file of `num_bytes` its header takes, length included, from its first 8 bytes."""
+    return min(8 + min(int.from_bytes(beginning[:8], "little"), MAX_HEADER_BYTES), num_bytes)
 
 
 def _read_header(content: memoryview) -> tuple[dict[str, Any], int]:

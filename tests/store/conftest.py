@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from kvloom.kv import ChunkKV
 
-BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
 
 
-def _make_chunk(value: float = 1.0, *, tokens: int = 3, layers: int = 2, dtype: torch.dtype = torch.float32) -> ChunkKV:
+def _make_chunk(
+    value: float = 1.0, *, tokens: int = 3, layers: int = 2, dtype: torch.dtype = torch.float32
+) -> ChunkKV:
     """Layer i has keys `value` + i and values -`value` - i; 2 heads, head dim 4."""
     keys = [torch.full((2, tokens, 4), value + layer).to(dtype) for layer in range(layers)]
     return ChunkKV(

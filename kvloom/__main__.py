@@ -1,0 +1,5 @@
+"""``python -m kvloom`` is ``kvloom``."""
+
+from kvloom.cli import main
+
+main()

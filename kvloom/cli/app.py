@@ -1,0 +1,253 @@
+"""The commands, one function each."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from kvloom import __version__
+from kvloom.cli import session, show
+from kvloom.cli import store as store_commands
+from kvloom.cli.failures import FAILURE, INTERRUPTED, UsageError, fail, fail_usage, failures
+from kvloom.cli.options import (
+    AsJson,
+    ChunkTokens,
+    Device,
+    DtypeOption,
+    MethodOptions,
+    Model,
+    SelectorName,
+    Source,
+    StoreUrl,
+    Top,
+    check_source,
+    need_model,
+    read_question,
+    store_url,
+)
+from kvloom.cli.output import Activity, count, echo_json, remark
+
+
+class _Commands(TyperGroup):
+    """All commands, their failures turned into sentences and exit codes."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        with failures():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: rich alone would take longer than everything else
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.add_typer(store_commands.app, name="store")
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """The command line; the process ends with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # file names need not be UTF-8
+    session.configure()
+    try:
+        code = app(args, prog_name="kvloom", standalone_mode=False)
+    except UsageError as error:
+        fail_usage(error)
+    except typer.Abort:
+        fail("interrupted", INTERRUPTED)
+    if code == INTERRUPTED:  # of Typer itself: Ctrl-C before the command began
+        fail("interrupted", INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+@app.callback(invoke_without_command=True)
+def kvloom(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Answer questions over documents whose KV caches were computed beforehand."""
+    if version:
+        typer.echo(f"kvloom {__version__}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+@app.command()
+def index(
+    source: Source,
+    model: Model = None,
+    store: StoreUrl = None,
+    chunk_tokens: ChunkTokens = 1024,
+    dtype: DtypeOption = None,
+    device: Device = None,
+    json: AsJson = False,
+) -> None:
+    """Compute the KV of documents and store it; what is stored already is not computed again."""
+    need_model(model)
+    store = store_url(store, shared=True)
+    documents, report = session.load_source(source)
+    loom = session.open_loom(model, store, chunk_tokens, dtype, device)
+    before = set(loom.store.keys())
+    start = time.perf_counter()
+    with Activity("indexing (tokens)") as activity:
+        try:
+            keys = loom.index(documents, on_progress=activity.update)
+        except KeyboardInterrupt:
+            fail(show.interrupted_index(activity.done, activity.total), INTERRUPTED)
+    seconds = time.perf_counter() - start
+    summary = show.index_summary(loom, documents, report, keys, before, activity.done, seconds)
+    if json:
+        echo_json(summary)
+    else:
+        show.print_index(summary)
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="The question, or - for stdin.")],
+    source: Source,
+    model: Model = None,
+    selector: SelectorName = "infoflow",
+    option: MethodOptions = None,
+    top: Top = 8,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Length limit.")] = 64,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, metavar="T", help="0 always takes the likeliest token.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", min=1, metavar="K", help="Sample among the K likeliest tokens.")
+    ] = None,
+    top_p: Annotated[
+        float, typer.Option("--top-p", metavar="P", help="Sample among the likeliest tokens of joint mass P.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End the answer before this text; repeatable."),
+    ] = None,
+    store: StoreUrl = None,
+    chunk_tokens: ChunkTokens = 1024,
+    dtype: DtypeOption = None,
+    device: Device = None,
+    json: AsJson = False,
+) -> None:
+    """Answer a question over documents, reusing stored KV and computing what is missing."""
+    need_model(model)
+    check_source(source)
+    question = read_question(question, source)
+    chosen = session.build_selector(selector, option)
+    sampling: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+    }
+    session.check_sampling(sampling)
+    documents, _ = session.load_source(source)
+    picked = session.pick(documents, question, top)
+    loom = session.open_loom(model, store, chunk_tokens, dtype, device)
+    with Activity("reading the documents"):
+        stream = loom.stream(question, picked, selector=chosen, **sampling)
+    for piece in stream:
+        if not json:
+            typer.echo(piece, nl=False)
+    if json:
+        echo_json(show.answer_summary(question, picked, stream.answer))
+    else:
+        typer.echo()
+        remark(show.trace_line(stream.answer.trace))
+
+
+@app.command()
+def verify(
+    source: Source,
+    model: Model = None,
+    question: Annotated[
+        list[str] | None,
+        typer.Option("--question", "-q", metavar="TEXT", help="A question to measure with; repeatable."),
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option("--questions", metavar="FILE", help='One a line, or .jsonl with "question".'),
+    ] = None,
+    selector: SelectorName = "infoflow",
+    option: MethodOptions = None,
+    ratio: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--ratio",
+            min=0.0,
+            max=1.0,
+            metavar="R",
+            help="InfoFlow at this ratio, for comparison; repeatable; by default 0.05, 0.15 and 0.3.",
+        ),
+    ] = None,
+    top: Top = 8,
+    store: StoreUrl = None,
+    chunk_tokens: ChunkTokens = 1024,
+    dtype: DtypeOption = None,
+    device: Device = None,
+    json: AsJson = False,
+) -> None:
+    """Check that reuse is right on this model and these documents; exit code 1 when it is not."""
+    need_model(model)
+    check_source(source)
+    asked = session.read_questions(question, questions)
+    chosen = session.build_selector(selector, option)
+    documents, _ = session.load_source(source)
+    if not asked:
+        asked = session.made_questions(documents)
+        remark(f"no question given, so {count(len(asked), 'question')} made from the documents: {' '.join(asked)}")
+    loom = session.open_loom(model, store, chunk_tokens, dtype, device)
+    with Activity("verifying (questions)") as activity:
+        report = loom.verify(
+            asked,
+            documents,
+            selector=chosen,
+            top=top,
+            on_progress=activity.update,
+            **({"ratios": ratio} if ratio else {}),
+        )
+    if json:
+        echo_json(report.as_dict() | {"questions": asked})
+    else:
+        show.print_report(report)
+    if not report.passed:
+        raise typer.Exit(FAILURE)
+
+
+@app.command()
+def methods(json: AsJson = False) -> None:
+    """List the selectors, what they do, and their options."""
+    described = show.describe_methods()
+    if json:
+        echo_json(described)
+    else:
+        show.print_methods(described)
+
+
+@app.command()
+def demo(
+    questions: Annotated[
+        int | None,
+        typer.Option("--questions", min=1, metavar="N", help="Only the first N questions.", show_default=False),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """The whole job on the bundled model and a small corpus, with full prefill beside it."""
+    with Activity("loading the demo"):
+        from kvloom import demo as demonstration
+    with Activity("demo (questions)") as activity:
+        report = demonstration.run(num_questions=questions, on_progress=activity.update, on_remark=remark)
+    if json:
+        echo_json(report.as_dict())
+    else:
+        show.print_demo(report)

@@ -1,0 +1,145 @@
+"""What commands need before they can begin: documents, a selector, a loaded model. Here the heavy imports happen."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvloom.cli.options import check_source, decode, need_model, store_url
+from kvloom.cli.output import Activity, Remarks, remark
+from kvloom.errors import MethodError, PromptError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvloom.documents import LoadReport
+    from kvloom.loom import Loom
+    from kvloom.prompt import Document
+    from kvloom.selectors import Selector
+
+MAX_MADE_QUESTIONS = 5
+
+
+def configure() -> None:
+    """Warnings of kvloom become remarks; those of the libraries below it, and their bars, are silent."""
+    logger = logging.getLogger("kvloom")
+    logger.handlers = [Remarks()]
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    logging.getLogger("kvloom.bundled").setLevel(logging.INFO)  # the one-time conversion, which takes a while
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def load_source(source: str) -> tuple[list[Document], LoadReport]:
+    """The documents of SOURCE, and an account of what was left out, each of which has been remarked on."""
+    check_source(source)
+    from kvloom.documents import load_with_report
+
+    documents, report = load_with_report(source, skip_bad=True)
+    for place, reason in report.skipped:
+        remark(f"left out: {place} {reason}")
+    return documents, report
+
+
+def build_selector(name: str, options: list[str] | None) -> Selector:
+    """The selector, options checked."""
+    from kvloom.registry import parse_options
+
+    parsed = parse_options(options or [])
+    with Activity("starting"):
+        from kvloom.selectors import selectors
+    return selectors.build(name, parsed)
+
+
+def check_sampling(sampling: dict[str, Any]) -> None:
+    """Raises ``MethodError`` for sampling options out of range."""
+    from kvloom.generate import Sampling
+
+    Sampling(**sampling)
+
+
+def pick(documents: Sequence[Document], question: str, top: int) -> list[Document]:
+    """The `top` documents that the question is most likely about, in their own order."""
+    if len(documents) <= top:
+        return list(documents)
+    from kvloom.retrieve import Retriever
+
+    return [documents[place] for place in sorted(Retriever(documents).top(question, top))]
+
+
+def open_loom(
+    model: str | None, store: str | None, chunk_tokens: int, dtype: str | None, device: str | None
+) -> Loom:
+    """A Loom over the model and the store; whatever can be found wrong without loading the model comes first."""
+    name = need_model(model)
+    is_local = name.startswith("bundled:") or Path(name).expanduser().exists()
+    if is_local or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    with Activity(f"loading {name}"):
+        from kvloom.loom import Loom
+        from kvloom.prompt import PromptFormat
+        from kvloom.store import open_store
+
+        format = PromptFormat(chunk_tokens=chunk_tokens)
+        opened = open_store(store_url(store))
+        _check_device(device)
+        return Loom.from_pretrained(name, store=opened, dtype=dtype, device=device, prompt_format=format)
+
+
+def _check_device(device: str | None) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        reason = str(error).partition("\n")[0]
+        raise MethodError(f"device {device!r} cannot be used here: {reason}") from None
+
+
+def read_questions(given: Sequence[str] | None, file: Path | None) -> list[str]:
+    """The questions of the command line and the file: one a line, or JSON lines with a "question"."""
+    questions = [question.strip() for question in given or []]
+    if any(not question for question in questions):
+        raise PromptError("a question is empty; ask something")
+    if file is None:
+        return questions
+    try:
+        text = decode(file.read_bytes(), str(file))
+    except OSError as error:
+        raise PromptError(f"the questions in {file} cannot be read: {error.strerror}") from None
+    lines = [(f"{file}:{number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    is_json = file.suffix.lower() == ".jsonl"
+    found = [_question_of(place, line) if is_json else line.strip() for place, line in lines]
+    if not found:
+        raise PromptError(f"{file} holds no question; write one a line")
+    return questions + found
+
+
+def _question_of(place: str, line: str) -> str:
+    try:
+        value: Any = json.loads(line)
+    except ValueError:
+        raise PromptError(f"{place} is not JSON") from None
+    question = value.get("question") if isinstance(value, dict) else None
+    if not isinstance(question, str) or not question.strip():
+        raise PromptError(f'{place} has no "question" that is text')
+    return question.strip()
+
+
+def made_questions(documents: Sequence[Document]) -> list[str]:
+    """A question about each of up to five documents, evenly spread, for users who gave none."""
+    number = min(MAX_MADE_QUESTIONS, len(documents))
+    chosen = [documents[place * len(documents) // number] for place in range(number)]
+    return [f"What does the text say about {_subject(document)}?" for document in chosen]
+
+
+def _subject(document: Document) -> str:
+    return document.title or " ".join(document.text.split()[:6]).rstrip(".,;:!?")

@@ -1,0 +1,226 @@
+"""Results as plain data for JSON, and as text and tables for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from kvloom.cli.output import console, count, size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvloom.demo import DemoReport
+    from kvloom.documents import LoadReport
+    from kvloom.loom import Loom
+    from kvloom.prompt import Document
+    from kvloom.trace import Answer, Trace
+    from kvloom.verify import Report
+
+STAGES = ("load", "prefill", "splice", "score", "recompute", "first_token")
+"""The parts of the time to first token, in the order in which they happen."""
+
+
+def index_summary(
+    loom: Loom,
+    documents: Sequence[Document],
+    report: LoadReport,
+    keys: Sequence[str],
+    before: set[str],
+    computed_tokens: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """What `kvloom index` did."""
+    from kvloom.prompt import chunks
+
+    unique = set(keys)
+    held = loom.store.stats()
+    return {
+        "documents": len(documents),
+        "chunks": len(unique),
+        "tokens": sum(len(chunk.token_ids) for chunk in chunks(loom.tokenizer, loom.prompt_format, documents)),
+        "new": len(unique - before),
+        "already_stored": len(unique & before),
+        "duplicates": report.num_duplicates + len(keys) - len(unique),
+        "skipped": [{"place": place, "reason": reason} for place, reason in report.skipped],
+        "other_files": report.num_other,
+        "seconds": seconds,
+        "computed_tokens": computed_tokens,
+        "tokens_per_second": computed_tokens / seconds if computed_tokens else None,
+        "store": held.where,
+        "store_entries": held.entries,
+        "store_bytes": held.num_bytes,
+    }
+
+
+def print_index(summary: Mapping[str, Any]) -> None:
+    """The summary in three lines."""
+    speed = summary["tokens_per_second"]
+    pace = f", {speed:,.0f} tokens/s" if speed else ""
+    typer.echo(
+        f"{count(summary['documents'], 'document')}, {count(summary['chunks'], 'chunk')}, "
+        f"{count(summary['tokens'], 'token')}: {summary['new']:,} new, {summary['already_stored']:,} already stored, "
+        f"{count(summary['duplicates'], 'duplicate')}, {count(len(summary['skipped']), 'file')} or lines skipped"
+    )
+    typer.echo(f"{summary['seconds']:.1f} s{pace}")
+    held = "" if summary["store_bytes"] is None else f", {size(summary['store_bytes'])}"
+    typer.echo(f"{summary['store']} holds {summary['store_entries']:,} entries{held}")
+
+
+def interrupted_index(done: int, total: int) -> str:
+    """The sentence after Ctrl-C."""
+    stored = f"{done:,} of {count(total, 'token')} to compute are stored" if total else "nothing was computed yet"
+    return f"interrupted: {stored}; run the same command again to continue"
+
+
+def answer_summary(question: str, documents: Sequence[Document], answer: Answer) -> dict[str, Any]:
+    """What `kvloom ask` found, and how."""
+    return {
+        "question": question,
+        "answer": answer.text,
+        "token_ids": answer.token_ids,
+        "documents": [document.id for document in documents],
+        "trace": answer.trace.as_dict(),
+    }
+
+
+def trace_line(trace: Trace) -> str:
+    """Method, time to first token with its parts, and where the context's rows came from."""
+    return (
+        f"{trace.method}: first token after {trace.seconds.ttft:.2f} s ({parts(trace.as_dict()['seconds'])}); "
+        f"{count(trace.reused_tokens, 'token')} reused, {trace.prefilled_tokens:,} prefilled, "
+        f"{count(trace.recomputed_rows, 'row')} recomputed"
+    )
+
+
+def parts(seconds: Mapping[str, float]) -> str:
+    """``load 0.08, score 0.61``: the stages that took time."""
+    named = [(stage.replace("_", " "), seconds[stage]) for stage in STAGES if seconds[stage] > 0]
+    return ", ".join(f"{stage} {taken:.2f}" for stage, taken in named)
+
+
+def print_report(report: Report) -> None:
+    """The checks, a table of methods, and the sentence."""
+    from rich.table import Table
+
+    layers = report.rotation_errors
+    worst = max(range(len(layers)), key=layers.__getitem__)
+    typer.echo(f"model          {report.model}")
+    typer.echo(
+        f"measured on    {count(report.num_questions, 'question')}, "
+        f"{report.mean_context_tokens:,.0f} context tokens on average"
+    )
+    typer.echo(f"moved keys     relative error at most {layers[worst]:.1e} (layer {worst} of 0 to {len(layers) - 1})")
+    typer.echo(f"recompute all  differs from full prefill by {report.recompute_all_error:.1e} of the largest logit")
+    table = Table("method", "ratio", "KL mean", "KL worst", "same token", "rows", "TTFT / full")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for method in report.methods:
+        is_judged = method.method == report.judged
+        table.add_row(
+            f"{method.name} *" if is_judged else method.name,
+            f"{method.ratio:.2f}",
+            f"{method.mean_kl:.4f}",
+            f"{method.worst_kl:.4f}",
+            f"{method.top1_agreement:.0%}",
+            f"{method.mean_rows:,.0f}",
+            f"{method.mean_ttft_ratio:.2f}",
+        )
+    console().print(table)
+    typer.echo(f"* judged: {report.judged}")
+    typer.echo(("passed: " if report.passed else "not passed: ") + report.sentence)
+
+
+def describe_methods() -> list[dict[str, Any]]:
+    """Every registered selector: name, what it does, and its options with types and defaults."""
+    from kvloom.selectors import selectors
+
+    return [_describe(name, selectors[name]) for name in selectors]
+
+
+def print_methods(described: Sequence[Mapping[str, Any]]) -> None:
+    """A paragraph for each method."""
+    for method in described:
+        typer.echo(f"{method['name']}: {method['description']}")
+        for option in method["options"]:
+            default = "required" if option["required"] else f"default {option['default']}"
+            typer.echo(f"    -o {option['name']}=...  {option['type']}; {default}")
+
+
+def _describe(name: str, cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    module = sys.modules[cls.__module__]
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    return {
+        "name": name,
+        "description": (module.__doc__ or cls.__doc__ or "").strip().split("\n\n")[0].replace("\n", " "),
+        "options": [
+            {
+                "name": field.name,
+                "type": type_text(hints[field.name]),
+                "required": field.default is dataclasses.MISSING,
+                "default": None if field.default is dataclasses.MISSING else field.default,
+            }
+            for field in fields
+        ],
+    }
+
+
+def type_text(hint: Any) -> str:
+    """A type as a user writes its values: ``question or suffix``, ``int or none``."""
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(map(type_text, get_args(hint)))
+    if get_origin(hint) is tuple:
+        inner = [type_text(part) for part in get_args(hint) if part is not Ellipsis]
+        return f"[{', '.join(inner)}{', ...' if Ellipsis in get_args(hint) else ''}]"
+    if hint is type(None):
+        return "none"
+    return {str: "text"}.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def print_demo(report: DemoReport) -> None:
+    """A table per question, and the summary."""
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    for asked in report.questions:
+        out.print()
+        out.print(Text(asked.question, style="bold"), Text(f"({' / '.join(asked.answers)})", style="dim"))
+        table = Table(
+            "", "answer", "TTFT s", "of it", "rows recomputed", "KL", show_edge=False, show_lines=True, expand=True
+        )
+        for column in (2, 4, 5):
+            table.columns[column].justify = "right"
+        table.columns[1].ratio, table.columns[3].ratio = 2, 2
+        for run in asked.runs:
+            mark = Text("+ ", style="green") if run.is_right else Text("- ", style="red")
+            table.add_row(
+                run.label,
+                mark.append(run.answer, style="default"),
+                f"{run.seconds['ttft']:.2f}",
+                parts(run.seconds),
+                f"{run.recomputed_rows:,} of {run.context_tokens:,}",
+                f"{run.kl:.3f}",
+            )
+        out.print(table)
+    out.print()
+    summary = Table("", "TTFT, median s", "of full prefill", "KL, mean", "right", show_edge=False)
+    for column in summary.columns[1:]:
+        column.justify = "right"
+    for line in report.summary:
+        summary.add_row(
+            line.label,
+            f"{line.median_ttft_s:.2f}",
+            f"{line.median_ttft_ratio:.0%}",
+            f"{line.mean_kl:.3f}",
+            f"{line.num_right} of {line.num_questions}",
+        )
+    out.print(summary)
+    typer.echo(f"\n{report.footnote}")
