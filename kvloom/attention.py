@@ -158,7 +158,7 @@ def attend_last(query: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> Te
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, heads: Heads) -> Tensor:
-    """Attention output (H * G, S, D) under `mask`, bool, True where a query sees a key: (S, T), (H * G, S, T)."""
+    """Attention output (H * G, S, D) under `mask`, bool (S, T) or (H, S, T), True where a query sees a key."""
     if heads.is_plain:
         return _sdpa(query, keys, values, heads.scaling, mask=mask)
     return _weighted(attention_weights(query, keys, mask, heads), values).to(query.dtype)
@@ -173,7 +173,8 @@ def attention_weights(query: Tensor, keys: Tensor, mask: Tensor, heads: Heads) -
     scores = (grouped @ keys.transpose(1, 2)).float().mul_(heads.scaling).view(num_heads, num_rows, -1)
     if heads.softcap is not None:
         scores = heads.softcap * torch.tanh(scores / heads.softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
+    # not -inf: a padding row sees no key, and would become NaN
+    scores = scores.masked_fill(~_per_query_head(mask, num_heads), torch.finfo(torch.float32).min)
     if heads.sinks is None:
         return scores.softmax(-1)
     sinks = heads.sinks.float().view(-1, 1, 1).expand(-1, num_rows, 1)
@@ -191,6 +192,13 @@ def _mask(key_positions: Tensor, query_positions: Tensor) -> Tensor:
     return key_positions.unsqueeze(-2) <= query_positions.unsqueeze(-1)
 
 
+def _per_query_head(mask: Tensor, num_heads: int) -> Tensor:
+    """A mask (S, T), or per kv head (H, S, T), in a shape that broadcasts to (H * G, S, T)."""
+    if mask.ndim == 2:
+        return mask[None]
+    return mask.repeat_interleave(num_heads // mask.shape[0], 0)
+
+
 def _sdpa(
     query: Tensor,
     keys: Tensor,
@@ -200,15 +208,12 @@ def _sdpa(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    num_groups = query.shape[0] // keys.shape[0]
-    if mask is not None and mask.ndim == 3 and mask.shape[0] == keys.shape[0]:
-        mask = mask.repeat_interleave(num_groups, 0)
     return F.scaled_dot_product_attention(
         query[None],
         keys[None],
         values[None],
-        attn_mask=None if mask is None else mask[None] if mask.ndim == 3 else mask,
+        attn_mask=None if mask is None else _per_query_head(mask, query.shape[0])[None],
         is_causal=is_causal,
         scale=scaling,
-        enable_gqa=num_groups > 1,
+        enable_gqa=query.shape[0] > keys.shape[0],
     )[0]

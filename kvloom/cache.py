@@ -203,7 +203,7 @@ class SplicedCache(Cache):
     def overwriting(self, rows: Tensor) -> Iterator[None]:
         """Inside, the first len(rows) rows of a forward are written over `rows` (S,); further ones are appended."""
         for index, layer in enumerate(self.layers):
-            if layer.rows is not None:
+            if layer.rows is not None and len(rows):
                 raise ValueError(
                     f"layer {index}: rows were dropped from this cache, so they cannot be overwritten"
                 )

@@ -1,7 +1,8 @@
 """The demo: the whole job on the bundled model and the small corpus shipped beside this file.
 
-Every question reads all passages, by three methods: full prefill, no recompute, and InfoFlow at 15 %. Times are those
-of one process on this machine, the methods taking turns question by question, after one round that is not counted.
+Every question reads all passages, by three methods: full prefill, no recompute, and InfoFlow at 15 %. Times are
+those of one process on this machine, the methods taking turns question by question, after one round that is not
+counted.
 """
 
 from __future__ import annotations
@@ -10,13 +11,10 @@ import json
 import re
 import statistics
 import string
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from time import perf_counter
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from kvloom.bundled import BUNDLED
 from kvloom.generate import AnswerStream, Sampling
@@ -26,6 +24,11 @@ from kvloom.prompt import Document, Prompt
 from kvloom.selectors import Full, InfoFlow, NoRecompute, Selector
 from kvloom.trace import Answer, Trace
 from kvloom.verify import kl_divergence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
 METHODS: dict[str, Selector] = {
     "full prefill": Full(),
@@ -106,7 +109,11 @@ def corpus() -> tuple[list[Document], list[Question]]:
     """The passages and questions shipped with kvloom."""
     folder = files("kvloom") / "demo_corpus"
     passages, questions = (
-        [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines() if line.strip()]
+        [
+            json.loads(line)
+            for line in (folder / name).read_text(encoding="utf-8").splitlines()
+            if line.strip()
+        ]
         for name in ("passages.jsonl", "questions.jsonl")
     )
     return [Document(passage["text"], passage["id"], passage["title"]) for passage in passages], [
@@ -121,7 +128,7 @@ def run(
     on_progress: Callable[[int, int], None],
     on_remark: Callable[[str], None],
 ) -> DemoReport:
-    """Indexes the corpus into a store of the demo's own, and answers its first `num_questions` questions, or all."""
+    """Indexes the corpus into a store of the demo's own; answers its first `num_questions` questions, or all."""
     documents, questions = corpus()
     questions = questions[:num_questions]
     store = f"disk:{cache_folder() / 'demo'}"
@@ -131,7 +138,9 @@ def run(
     keys = loom.index(documents)
     index_s = perf_counter() - start
     ids = [str(document.id) for document in documents]  # one chunk each: the passages are short
-    computed, reused = ([i for i, key in zip(ids, keys, strict=True) if (key in before) is was] for was in (False, True))
+    computed, reused = (
+        [i for i, key in zip(ids, keys, strict=True) if (key in before) is was] for was in (False, True)
+    )
     on_remark(_index_remark(computed, reused, index_s, store))
     for method in METHODS.values():
         _answer(loom, loom.prompt(questions[0].question, documents), method)
@@ -167,7 +176,7 @@ def _ask(loom: Loom, question: Question, documents: Sequence[Document], *, turn:
 
 
 def _answer(loom: Loom, prompt: Prompt, method: Selector) -> tuple[Answer, Tensor]:
-    """The straight line of `Loom.stream`, spelled out because the demo compares the first token's logits (V,)."""
+    """The straight line of `Loom.stream`, spelled out since the demo compares the first token's logits (V,)."""
     trace = Trace(method=repr(method), question_tokens=len(prompt.question_ids))
     if method.reuses:
         cache = loom.splice(prompt, reserve=MAX_NEW_TOKENS, trace=trace)
@@ -200,7 +209,7 @@ def _run(label: str, question: Question, answer: Answer, logits: Tensor, full_lo
 
 
 def is_right(answer: str, accepted: Sequence[str]) -> bool:
-    """Whether the answer holds one of the accepted ones as whole words, case, articles and punctuation aside."""
+    """Whether the answer holds an accepted one as whole words, case, articles and punctuation aside."""
     said = f" {_normalize(answer)} "
     return any(f" {_normalize(text)} " in said for text in accepted)
 
@@ -226,7 +235,10 @@ def _summarize(label: str, asked: Sequence[Asked]) -> Summary:
 
 def _index_remark(computed: Sequence[str], reused: Sequence[str], seconds: float, store: str) -> str:
     if not computed:
-        return f"all {len(reused)} passages were stored in {store} by an earlier run and are reused: {', '.join(reused)}"
+        return (
+            f"all {len(reused)} passages were stored in {store} by an earlier run and are reused: "
+            f"{', '.join(reused)}"
+        )
     again = f"; {len(reused)} stored by an earlier run: {', '.join(reused)}" if reused else ""
     return f"{len(computed)} passages computed in {seconds:.1f} s and stored in {store}{again}"
 
@@ -236,7 +248,8 @@ def _footnote(
 ) -> str:
     command = "kvloom demo" + ("" if num_questions is None else f" --questions {num_questions}")
     return (
-        f"{model} ({loom.decoder.num_layers} layers, {loom.decoder.dtype}, {loom.decoder.device}), {num_passages} passages "
-        f"of the shipped corpus, {tokens:,.0f} context tokens, {asked} questions, greedy, at most {MAX_NEW_TOKENS} tokens; "
-        f"times of one run, methods taking turns, one round before not counted; `{command}`"
+        f"{model} ({loom.decoder.num_layers} layers, {loom.decoder.dtype}, {loom.decoder.device}), "
+        f"{num_passages} passages of the shipped corpus, {tokens:,.0f} context tokens, {asked} questions, "
+        f"greedy, at most {MAX_NEW_TOKENS} tokens; times of one run, methods taking turns, one round before not "
+        f"counted; `{command}`"
     )

@@ -42,7 +42,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
             if name in self._classes:
                 taken = self._classes[name].__qualname__
                 raise ValueError(f"{self.kind} {name!r} is already registered as {taken}")
-            self._classes[name] = cls
+            self._classes[name] = cls  # type: ignore[assignment]
             cls.name = name
             return cls
 

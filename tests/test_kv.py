@@ -32,7 +32,7 @@ def test_layers_become_tuples_and_fields_are_frozen():
     assert isinstance(kv.keys, tuple)
     assert isinstance(kv.values, tuple)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        kv.start = 3
+        kv.start = 3  # type: ignore[misc]
 
 
 def test_chunks_compare_by_identity():

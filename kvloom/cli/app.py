@@ -24,7 +24,6 @@ from kvloom.cli.options import (
     StoreUrl,
     Top,
     check_source,
-    need_model,
     read_question,
     store_url,
 )
@@ -34,7 +33,7 @@ from kvloom.cli.output import Activity, count, echo_json, remark
 class _Commands(TyperGroup):
     """All commands, their failures turned into sentences and exit codes."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         with failures():
             return super().invoke(ctx)
 
@@ -89,10 +88,10 @@ def index(
     json: AsJson = False,
 ) -> None:
     """Compute the KV of documents and store it; what is stored already is not computed again."""
-    need_model(model)
+    name = session.need_model(model)
     store = store_url(store, shared=True)
     documents, report = session.load_source(source)
-    loom = session.open_loom(model, store, chunk_tokens, dtype, device)
+    loom = session.open_loom(name, store, chunk_tokens, dtype, device)
     before = set(loom.store.keys())
     start = time.perf_counter()
     with Activity("indexing (tokens)") as activity:
@@ -116,7 +115,9 @@ def ask(
     selector: SelectorName = "infoflow",
     option: MethodOptions = None,
     top: Top = 8,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Length limit.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Length limit.")
+    ] = 64,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, metavar="T", help="0 always takes the likeliest token.")
     ] = 0.0,
@@ -138,7 +139,7 @@ def ask(
     json: AsJson = False,
 ) -> None:
     """Answer a question over documents, reusing stored KV and computing what is missing."""
-    need_model(model)
+    name = session.need_model(model)
     check_source(source)
     question = read_question(question, source)
     chosen = session.build_selector(selector, option)
@@ -153,7 +154,7 @@ def ask(
     session.check_sampling(sampling)
     documents, _ = session.load_source(source)
     picked = session.pick(documents, question, top)
-    loom = session.open_loom(model, store, chunk_tokens, dtype, device)
+    loom = session.open_loom(name, store, chunk_tokens, dtype, device)
     with Activity("reading the documents"):
         stream = loom.stream(question, picked, selector=chosen, **sampling)
     for piece in stream:
@@ -198,15 +199,18 @@ def verify(
     json: AsJson = False,
 ) -> None:
     """Check that reuse is right on this model and these documents; exit code 1 when it is not."""
-    need_model(model)
+    name = session.need_model(model)
     check_source(source)
     asked = session.read_questions(question, questions)
     chosen = session.build_selector(selector, option)
     documents, _ = session.load_source(source)
     if not asked:
         asked = session.made_questions(documents)
-        remark(f"no question given, so {count(len(asked), 'question')} made from the documents: {' '.join(asked)}")
-    loom = session.open_loom(model, store, chunk_tokens, dtype, device)
+        remark(
+            f"no question given, so {count(len(asked), 'question')} made from the documents: "
+            + " ".join(asked)
+        )
+    loom = session.open_loom(name, store, chunk_tokens, dtype, device)
     with Activity("verifying (questions)") as activity:
         report = loom.verify(
             asked,
@@ -238,11 +242,14 @@ def methods(json: AsJson = False) -> None:
 def demo(
     questions: Annotated[
         int | None,
-        typer.Option("--questions", min=1, metavar="N", help="Only the first N questions.", show_default=False),
+        typer.Option(
+            "--questions", min=1, metavar="N", help="Only the first N questions.", show_default=False
+        ),
     ] = None,
     json: AsJson = False,
 ) -> None:
     """The whole job on the bundled model and a small corpus, with full prefill beside it."""
+    session.quiet_bars()
     with Activity("loading the demo"):
         from kvloom import demo as demonstration
     with Activity("demo (questions)") as activity:

@@ -1,7 +1,7 @@
-"""What the user sees and the shell gets when a command does not succeed: one sentence, and 1, 2 or 130.
+"""What the user sees and the shell gets when a command does not succeed: one sentence, and 1, 2, 130 or 141.
 
-2 is wrong use, which another command line would mend; 1 is a failure of model, store or machine, and a check that
-did not pass.
+2 is wrong use, which another command line would mend; 1 is a failure of model, store or machine, and a check
+that did not pass.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kvloom.errors import DocumentError, KVLoomError, MethodError, PromptError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FAILURE, WRONG_USE, INTERRUPTED = 1, 2, 130
+FAILURE, WRONG_USE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
-# Typer carries its own copy of click or uses the installed one, depending on its version; this is right for both.
+# Depending on its version, Typer carries its own copy of click or uses the installed one: right for both.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 @contextmanager
 def failures() -> Iterator[None]:
-    """Inside, any exception but Typer's own ends the process with its sentence and exit code, never a traceback.
+    """Inside, any exception but Typer's own ends the process with its sentence and exit code.
 
-    With ``KVLOOM_TRACEBACK`` set, the traceback is shown too.
+    Only with ``KVLOOM_TRACEBACK`` set is a traceback shown.
     """
     try:
         yield
@@ -40,7 +40,7 @@ def failures() -> Iterator[None]:
     except BrokenPipeError:
         # The reader has seen enough. What is still buffered must not raise again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FAILURE)
+        sys.exit(PIPE_CLOSED)
     except (MethodError, PromptError, DocumentError) as error:
         fail(f"error: {error}", WRONG_USE)
     except (KVLoomError, OSError) as error:
@@ -68,4 +68,4 @@ def fail_usage(error: Exception) -> NoReturn:
     context = error.ctx  # type: ignore[attr-defined]
     command = "kvloom" if context is None else context.command_path
     sentence = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-    fail(f"error: {sentence[:1].lower()}{sentence[1:]}; see {command} --help", WRONG_USE)
+    fail(f"error: {sentence[:1].lower()}{sentence[1:]} (see {command} --help)", WRONG_USE)

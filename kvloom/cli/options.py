@@ -48,15 +48,20 @@ StoreUrl = Annotated[
     ),
 ]
 ChunkTokens = Annotated[
-    int, typer.Option("--chunk-tokens", metavar="N", help="Longer documents are split; part of what is stored.")
+    int,
+    typer.Option("--chunk-tokens", metavar="N", help="Longer documents are split; part of what is stored."),
 ]
 DtypeOption = Annotated[
     Dtype | None,
-    typer.Option("--dtype", help="By default float32 on a CPU, else the checkpoint's own.", show_default=False),
+    typer.Option(
+        "--dtype", help="By default float32 on a CPU, else the checkpoint's own.", show_default=False
+    ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option("--device", metavar="DEV", help="Such as cpu or cuda:0; by default the CPU.", show_default=False),
+    typer.Option(
+        "--device", metavar="DEV", help="Such as cpu or cuda:0; by default the CPU.", show_default=False
+    ),
 ]
 SelectorName = Annotated[
     str,
@@ -72,22 +77,19 @@ MethodOptions = Annotated[
         show_default=False,
     ),
 ]
-Top = Annotated[int, typer.Option("--top", min=1, metavar="N", help="With more documents than this, BM25 picks.")]
+Top = Annotated[
+    int, typer.Option("--top", min=1, metavar="N", help="With more documents than this, BM25 picks.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-
-
-def need_model(model: str | None) -> str:
-    """The model, or a sentence on how to name one."""
-    if not model:
-        raise MethodError("no model is named; give one with -m or KVLOOM_MODEL, for example -m bundled:smollm2")
-    return model
 
 
 def store_url(url: str | None, *, shared: bool = False) -> str:
     """The store's URL; with `shared`, one that outlives this process, or ``MethodError``."""
     url = url or f"disk:{cache_folder() / 'store'}"
     if shared and url.partition(":")[0] == "memory":
-        raise MethodError(f"store {url!r} lives and ends with one process; name one that lasts, such as disk:PATH")
+        raise MethodError(
+            f"store {url!r} lives and ends with one process; name one that lasts, such as disk:PATH"
+        )
     return url
 
 
@@ -101,7 +103,9 @@ def read_question(question: str, source: str) -> str:
     """The question, from standard input when it is ``-``; raises ``PromptError`` when it is empty."""
     if question == "-":
         if source == "-":
-            raise MethodError("question and documents cannot both come from standard input; write one of them out")
+            raise MethodError(
+                "question and documents cannot both come from standard input; write one of them out"
+            )
         question = decode(sys.stdin.buffer.read(), "the question on standard input")
     if not question.strip():
         raise PromptError("the question is empty; ask something")

@@ -70,9 +70,10 @@ class Remarks(logging.Handler):
 
 
 class Activity:
-    """A context manager: a bar on stderr while the work inside takes longer than a second; only on a terminal.
+    """A context manager: a bar on stderr while the work inside takes over a second; only on a terminal.
 
-    Call `update(done, total)` as the work proceeds; until then the bar only moves. `done` and `total` stay readable.
+    Call `update(done, total)` as the work proceeds; until then the bar only moves. `done` and `total` stay
+    readable.
     """
 
     def __init__(self, what: str) -> None:
@@ -111,7 +112,12 @@ class Activity:
         with self._lock:
             if self._ended:
                 return
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.add_task(self._what, total=None)
             self._draw()

@@ -1,4 +1,4 @@
-"""What commands need before they can begin: documents, a selector, a loaded model. Here the heavy imports happen."""
+"""What commands need before they can begin: documents, a selector, a loaded model. The heavy imports are here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvloom.cli.options import check_source, decode, need_model, store_url
+from kvloom.cli.options import check_source, decode, store_url
 from kvloom.cli.output import Activity, Remarks, remark
 from kvloom.errors import MethodError, PromptError
 
@@ -36,6 +36,23 @@ def configure() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+
+
+def need_model(model: str | None) -> str:
+    """The model named, or a sentence on how to name one; comes before anything heavy is imported."""
+    if not model:
+        raise MethodError(
+            "no model is named; give one with -m or KVLOOM_MODEL, for example -m bundled:smollm2"
+        )
+    will_download = not model.startswith("bundled:") and not Path(model).expanduser().exists()
+    if not (will_download and sys.stderr.isatty()):
+        quiet_bars()
+    return model
+
+
+def quiet_bars() -> None:
+    """The model's libraries show no bars of their own; they ask once, when they are imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def load_source(source: str) -> tuple[list[Document], LoadReport]:
@@ -76,14 +93,10 @@ def pick(documents: Sequence[Document], question: str, top: int) -> list[Documen
 
 
 def open_loom(
-    model: str | None, store: str | None, chunk_tokens: int, dtype: str | None, device: str | None
+    model: str, store: str | None, chunk_tokens: int, dtype: str | None, device: str | None
 ) -> Loom:
-    """A Loom over the model and the store; whatever can be found wrong without loading the model comes first."""
-    name = need_model(model)
-    is_local = name.startswith("bundled:") or Path(name).expanduser().exists()
-    if is_local or not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with Activity(f"loading {name}"):
+    """A Loom over the model and the store; what can be found wrong without loading the model comes first."""
+    with Activity(f"loading {model}"):
         from kvloom.loom import Loom
         from kvloom.prompt import PromptFormat
         from kvloom.store import open_store
@@ -91,7 +104,7 @@ def open_loom(
         format = PromptFormat(chunk_tokens=chunk_tokens)
         opened = open_store(store_url(store))
         _check_device(device)
-        return Loom.from_pretrained(name, store=opened, dtype=dtype, device=device, prompt_format=format)
+        return Loom.from_pretrained(model, store=opened, dtype=dtype, device=device, prompt_format=format)
 
 
 def _check_device(device: str | None) -> None:

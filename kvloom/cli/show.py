@@ -42,7 +42,9 @@ def index_summary(
     return {
         "documents": len(documents),
         "chunks": len(unique),
-        "tokens": sum(len(chunk.token_ids) for chunk in chunks(loom.tokenizer, loom.prompt_format, documents)),
+        "tokens": sum(
+            len(chunk.token_ids) for chunk in chunks(loom.tokenizer, loom.prompt_format, documents)
+        ),
         "new": len(unique - before),
         "already_stored": len(unique & before),
         "duplicates": report.num_duplicates + len(keys) - len(unique),
@@ -63,8 +65,8 @@ def print_index(summary: Mapping[str, Any]) -> None:
     pace = f", {speed:,.0f} tokens/s" if speed else ""
     typer.echo(
         f"{count(summary['documents'], 'document')}, {count(summary['chunks'], 'chunk')}, "
-        f"{count(summary['tokens'], 'token')}: {summary['new']:,} new, {summary['already_stored']:,} already stored, "
-        f"{count(summary['duplicates'], 'duplicate')}, {count(len(summary['skipped']), 'file')} or lines skipped"
+        f"{count(summary['tokens'], 'token')}: {summary['new']:,} new, "
+        f"{summary['already_stored']:,} already stored, {count(summary['duplicates'], 'duplicate')}, {len(summary['skipped']):,} left out"
     )
     typer.echo(f"{summary['seconds']:.1f} s{pace}")
     held = "" if summary["store_bytes"] is None else f", {size(summary['store_bytes'])}"
@@ -73,7 +75,9 @@ def print_index(summary: Mapping[str, Any]) -> None:
 
 def interrupted_index(done: int, total: int) -> str:
     """The sentence after Ctrl-C."""
-    stored = f"{done:,} of {count(total, 'token')} to compute are stored" if total else "nothing was computed yet"
+    stored = (
+        f"{done:,} of {count(total, 'token')} to compute are stored" if total else "nothing was computed yet"
+    )
     return f"interrupted: {stored}; run the same command again to continue"
 
 
@@ -90,8 +94,9 @@ def answer_summary(question: str, documents: Sequence[Document], answer: Answer)
 
 def trace_line(trace: Trace) -> str:
     """Method, time to first token with its parts, and where the context's rows came from."""
+    stages = parts(trace.as_dict()["seconds"])
     return (
-        f"{trace.method}: first token after {trace.seconds.ttft:.2f} s ({parts(trace.as_dict()['seconds'])}); "
+        f"{trace.method}: first token after {trace.seconds.ttft:.2f} s ({stages}); "
         f"{count(trace.reused_tokens, 'token')} reused, {trace.prefilled_tokens:,} prefilled, "
         f"{count(trace.recomputed_rows, 'row')} recomputed"
     )
@@ -114,8 +119,12 @@ def print_report(report: Report) -> None:
         f"measured on    {count(report.num_questions, 'question')}, "
         f"{report.mean_context_tokens:,.0f} context tokens on average"
     )
-    typer.echo(f"moved keys     relative error at most {layers[worst]:.1e} (layer {worst} of 0 to {len(layers) - 1})")
-    typer.echo(f"recompute all  differs from full prefill by {report.recompute_all_error:.1e} of the largest logit")
+    typer.echo(
+        f"moved keys     relative error at most {layers[worst]:.1e} (layer {worst} of 0 to {len(layers) - 1})"
+    )
+    typer.echo(
+        f"recompute all  differs from full prefill by {report.recompute_all_error:.1e} of the largest logit"
+    )
     table = Table("method", "ratio", "KL mean", "KL worst", "same token", "rows", "TTFT / full")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -147,7 +156,11 @@ def print_methods(described: Sequence[Mapping[str, Any]]) -> None:
     for method in described:
         typer.echo(f"{method['name']}: {method['description']}")
         for option in method["options"]:
-            default = "required" if option["required"] else f"default {option['default']}"
+            default = (
+                "required"
+                if option["required"]
+                else f"default {'none' if option['default'] is None else option['default']}"
+            )
             typer.echo(f"    -o {option['name']}=...  {option['type']}; {default}")
 
 
@@ -194,7 +207,15 @@ def print_demo(report: DemoReport) -> None:
         out.print()
         out.print(Text(asked.question, style="bold"), Text(f"({' / '.join(asked.answers)})", style="dim"))
         table = Table(
-            "", "answer", "TTFT s", "of it", "rows recomputed", "KL", show_edge=False, show_lines=True, expand=True
+            "",
+            "answer",
+            "TTFT s",
+            "of it",
+            "rows recomputed",
+            "KL",
+            show_edge=False,
+            show_lines=True,
+            expand=True,
         )
         for column in (2, 4, 5):
             table.columns[column].justify = "right"

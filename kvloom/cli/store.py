@@ -111,7 +111,7 @@ def _open(url: str | None) -> "Store":
 
 
 def _only(prefix: str, keys: list[str]) -> str:
-    """The one key that begins with `prefix`; raises ``MethodError`` for none, several, or too short a prefix."""
+    """The one key that begins with `prefix`; ``MethodError`` for none, several, or too short a prefix."""
     if len(prefix) < MIN_PREFIX:
         raise MethodError(f"key {prefix!r} is too short; give at least its first {MIN_PREFIX} characters")
     found = [key for key in keys if key.startswith(prefix.lower())]

@@ -1,4 +1,4 @@
-"""Kvloom: command lines as processes of their own, started by the fork server; and what their tests look at."""
+"""Kvloom: command lines as processes of their own, started by the fork server; what their tests look at."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 @dataclass

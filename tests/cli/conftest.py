@@ -6,20 +6,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from command_line import Kvloom
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEXTS = {
-    "bridge.md": "# The bridge\n\nThe old bridge crosses the river Lune. It was built in 1549 of grey stone.\n",
+    "bridge.md": "# The bridge\n\nThe old bridge crosses the river Lune. It was built in 1549 of stone.\n",
     "mill.txt": "The mill stands below the bridge. Its wheel turned until 1911, when the river was moved.\n",
-    "more/abbey.txt": "The abbey owned both, and sold the mill to a weaver named Ann Hale for ninety pounds.\n",
+    "more/abbey.txt": "The abbey owned both, and sold the mill to a weaver Ann Hale for ninety pounds.\n",
 }
 
 
@@ -59,7 +63,7 @@ def kvloom(fork_server: subprocess.Popen[str], tmp_path: Path) -> Kvloom:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama of four layers with a byte-level BPE tokenizer and a chat template, saved as a folder."""
+    """A folder with a random llama of four layers, a byte-level BPE tokenizer and a chat template."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -109,6 +113,9 @@ def texts(tmp_path: Path) -> Path:
 def many(tmp_path: Path) -> Path:
     """Sixty short documents, one a line."""
     path = tmp_path / "many.jsonl"
-    lines = [{"id": f"d{n}", "text": f"Barge {n} carried {n * 7} tons of grey stone up the river."} for n in range(60)]
+    lines = [
+        {"id": f"d{n}", "text": f"Barge {n} carried {n * 7} tons of grey stone up the river."}
+        for n in range(60)
+    ]
     path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     return path

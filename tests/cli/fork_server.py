@@ -1,8 +1,8 @@
 """Runs ``kvloom`` command lines in processes of their own, forked from one that has imported everything.
 
-Importing torch and transformers takes seconds, a fork milliseconds; all else is as for a user: own file descriptors,
-environment, signals and exit code. Reads one JSON request a line: ``{"start": {...}}`` answers with the process id,
-``{"wait": pid}`` with its exit code (negative for a signal).
+Importing torch and transformers takes seconds, a fork milliseconds; all else is as for a user: own file
+descriptors, environment, signals and exit code. Reads one JSON request a line: ``{"start": {...}}`` answers with
+the process id, ``{"wait": pid}`` with its exit code (negative for a signal).
 """
 
 from __future__ import annotations
@@ -20,9 +20,21 @@ from typing import Any
 
 from kvloom import cli
 
-for module in ("kvloom.loom", "kvloom.verify", "kvloom.demo", "kvloom.documents", "kvloom.retrieve", "pydantic"):
+for module in (
+    "kvloom.loom",
+    "kvloom.verify",
+    "kvloom.demo",
+    "kvloom.documents",
+    "kvloom.retrieve",
+    "pydantic",
+):
     importlib.import_module(module)
-for module in ("transformers.models.llama.modeling_llama", "transformers.generation", "rich.progress", "rich.table"):
+for module in (
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation",
+    "rich.progress",
+    "rich.table",
+):
     importlib.import_module(module)
 
 
@@ -34,6 +46,11 @@ def full_disk(_: int) -> None:
 def slow_disk(_: int) -> None:
     """Stands in for fsync."""
     time.sleep(0.05)
+
+
+def read_only(*_: Any) -> None:
+    """Stands in for the function that writes a file; root writes whatever the permissions say."""
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def bug(*_: Any, **__: Any) -> None:
@@ -63,6 +80,8 @@ def run(request: dict[str, Any]) -> None:
     replacement = request["patch"]
     if replacement in ("full_disk", "slow_disk"):
         os.fsync = {"full_disk": full_disk, "slow_disk": slow_disk}[replacement]
+    elif replacement == "read_only":
+        importlib.import_module("kvloom.store.disk")._write = read_only
     elif replacement == "bug":
         importlib.import_module("kvloom.loom").Loom.index = bug
     elif replacement:

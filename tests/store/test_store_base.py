@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvloom.store
@@ -59,6 +59,7 @@ def test_chunk_key_depends_on_each_part_and_on_the_cuts_between_them():
     assert len(keys) == 6
 
 
+@settings(max_examples=50, deadline=None)
 @given(IDS, IDS, IDS, IDS)
 def test_chunk_keys_are_equal_only_for_equal_parts(header, chunk, other_header, other_chunk):
     same = (header, chunk) == (other_header, other_chunk)
@@ -116,6 +117,7 @@ def test_parse_size_refuses_less_than_a_byte(text):
         parse_size(text)
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.integers(1, 2**60),
     st.sampled_from([("", 1), ("kB", 1000), ("MiB", 2**20), ("gib", 2**30), ("TB", 10**12)]),

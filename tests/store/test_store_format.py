@@ -10,7 +10,7 @@ import safetensors
 import safetensors.torch
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.errors import StoreError
@@ -102,11 +102,13 @@ def chunks(draw):
     return ChunkKV(ids, keys, values, fingerprint=fingerprint, start=draw(st.integers(0, 10**9)))
 
 
+@settings(max_examples=50, deadline=None)
 @given(chunks())
 def test_round_trip_is_bit_exact(assert_same, kv):
     assert_same(decode(KEY, buffer(file_of(kv))), kv)
 
 
+@settings(max_examples=50, deadline=None)
 @given(chunks())
 def test_the_safetensors_library_reads_the_same(kv):
     loaded = safetensors.torch.load(file_of(kv))
@@ -146,6 +148,7 @@ def test_the_metadata_are_readable_by_the_library(tmp_path):
     assert KEY in document
 
 
+@settings(max_examples=50, deadline=None)
 @given(chunks())
 def test_the_document_gives_the_checksum(kv):
     content = file_of(kv)

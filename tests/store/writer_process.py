@@ -1,8 +1,8 @@
 """Forks a child for each line ``MODE PATH`` on stdin: a test can kill writers without importing torch anew.
 
-Prints the child's id, and ``gone`` with its exit code when it has ended. Modes: ``loop`` puts chunks 0 to 3 until
-killed; ``stall`` stops within its first fsync; ``race`` forks two, which put different chunks under one key 25
-times each.
+Prints the child's id, and ``gone`` with its exit code when it has ended. Modes: ``loop`` puts chunks 0 to 3
+until killed; ``stall`` stops within its first fsync; ``race`` forks two, which put different chunks under one
+key 25 times each.
 """
 
 from __future__ import annotations
