@@ -13,19 +13,16 @@ import json
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from kvloom.attention import ByPosition, Heads, Plan, attend, attend_last
-from kvloom.bundled import BUNDLED, bundled_folder
 from kvloom.cache import CACHE_ARGUMENT, KVShape, SplicedCache
-from kvloom.errors import ModelError, UnsupportedModel
+from kvloom.errors import UnsupportedModel
 
 ATTENTION = "kvloom"
 """Name under which the attention function and its mask are registered with transformers."""
@@ -318,54 +315,6 @@ class Decoder:
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_content_mark(tensor)}".encode())
         return digest.hexdigest()
-
-
-def load(
-    name_or_path: str,
-    *,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    **model_kwargs: Any,
-) -> tuple[PreTrainedModel, Any]:
-    """The causal language model and tokenizer of a folder, a hub name or "bundled:smollm2".
-
-    Raises ``ModelError`` with one sentence when either cannot be loaded.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = str(_resolve(name_or_path))
-    if dtype is None:
-        on_cpu = torch.device(device or "cpu").type == "cpu" and "device_map" not in model_kwargs
-        dtype = torch.float32 if on_cpu else "auto"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **model_kwargs)
-    except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(f"cannot load model {name_or_path!r}: {reason}") from error
-    return (model if device is None else model.to(device)), tokenizer
-
-
-def _resolve(name_or_path: str) -> Path | str:
-    if name_or_path.startswith("bundled:"):
-        if name_or_path != BUNDLED:
-            raise ModelError(f"unknown bundled model {name_or_path!r}; there is: {BUNDLED}")
-        return bundled_folder()
-    path = Path(name_or_path).expanduser()
-    looks_local = path.exists() or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
-    if not looks_local:
-        return name_or_path
-    if not path.is_dir():
-        raise ModelError(
-            f"model folder {name_or_path!r} does not exist; give a folder with config.json and weights, or a hub name"
-        )
-    if not (path / "config.json").is_file():
-        raise ModelError(f"model folder {name_or_path!r} has no config.json; it is not a transformers model")
-    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        raise ModelError(
-            f"model folder {name_or_path!r} has no weights (*.safetensors); download the model completely"
-        )
-    return path
 
 
 class _ShapeProbe:

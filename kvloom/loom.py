@@ -21,8 +21,9 @@ from kvloom.cache import SplicedCache
 from kvloom.chunk_source import ChunkSource
 from kvloom.errors import ContextTooLong
 from kvloom.generate import AnswerStream, Sampling, SamplingOptions
-from kvloom.hf import Decoder, cat_ids, load
+from kvloom.hf import Decoder, cat_ids
 from kvloom.layout import contiguous
+from kvloom.loading import load
 from kvloom.probe import Probe
 from kvloom.prompt import Document, Prompt, PromptFormat, header_ids
 from kvloom.prompt import chunks as cut_into_chunks

@@ -43,7 +43,10 @@ def sees(query_positions: Tensor, key_positions: Tensor) -> Tensor:
     [
         (torch.arange(150), torch.arange(150)),  # a whole prefill
         (torch.arange(3, 150, 7), torch.arange(150)),  # chosen rows
-        (torch.cat([torch.arange(3, 140, 5), torch.arange(140, 150)]), torch.arange(150)),  # rows and question
+        (
+            torch.cat([torch.arange(3, 140, 5), torch.arange(140, 150)]),
+            torch.arange(150),
+        ),  # rows and question
         (torch.arange(149, 0, -2), torch.arange(150)),  # rows out of order
         (torch.tensor([149]), torch.arange(150)),  # a decode step
         (torch.tensor([5, 6, 7]), torch.tensor([0, 1, 2, 0, 1, 2, 5, 6, 7])),  # chunks at the same positions
@@ -84,7 +87,9 @@ def test_the_listener_hears_rows_in_order_in_blocks_of_bounded_size(monkeypatch:
     whole = attention.attention_weights(query, keys, torch.ones(10, 50, dtype=torch.bool), HEADS[0])
     heard: list[Tensor] = []
     plan = Recorded(
-        ByPosition(torch.full((10,), 99), lambda _: torch.arange(50)), frozenset([3]), lambda layer, w: heard.append(w)
+        ByPosition(torch.full((10,), 99), lambda _: torch.arange(50)),
+        frozenset([3]),
+        lambda layer, w: heard.append(w),
     )
     plan.attend(2, query, keys, values, HEADS[0])
     assert heard == []

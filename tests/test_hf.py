@@ -11,8 +11,7 @@ from tiny_models import DOCUMENTS, FAMILIES, FLOAT32, QUESTION, build, differenc
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvloom.cache import CACHE_ARGUMENT
-from kvloom.errors import ModelError
-from kvloom.hf import ATTENTION, load
+from kvloom.hf import ATTENTION
 from kvloom.loom import Loom
 
 
@@ -37,15 +36,23 @@ def test_the_models_own_calls_keep_their_results(family: str) -> None:
         caches = []
         for model in (plain, switched):
             first = model(input_ids=ids[:, :12], use_cache=True)
-            caches.append(model(input_ids=ids[:, 12:], use_cache=True, **{CACHE_ARGUMENT: first[CACHE_ARGUMENT]}).logits)
+            caches.append(
+                model(input_ids=ids[:, 12:], use_cache=True, **{CACHE_ARGUMENT: first[CACHE_ARGUMENT]}).logits
+            )
         assert difference(caches[1], caches[0]) < FLOAT32
         made = [
-            model.generate(input_ids=ids, attention_mask=padding, max_new_tokens=5, do_sample=False, pad_token_id=0)
+            model.generate(
+                input_ids=ids, attention_mask=padding, max_new_tokens=5, do_sample=False, pad_token_id=0
+            )
             for model in (plain, switched)
         ]
         assert torch.equal(made[0], made[1])
         static = switched.generate(
-            input_ids=ids[:1], max_new_tokens=5, do_sample=False, cache_implementation="static", pad_token_id=0
+            input_ids=ids[:1],
+            max_new_tokens=5,
+            do_sample=False,
+            cache_implementation="static",
+            pad_token_id=0,
         )
         assert torch.equal(static, made[0][:1])
 
@@ -72,19 +79,3 @@ def test_two_threads_do_not_share_state(llama_loom: Loom) -> None:
     for thread in threads:
         thread.join()
     assert together == alone
-
-
-def test_load_says_what_is_wrong_with_a_model_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("model")
-    with pytest.raises(ModelError, match="does not exist"):
-        load(str(folder / "nowhere"))
-    with pytest.raises(ModelError, match=r"no config\.json"):
-        load(str(folder))
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match="no weights"):
-        load(str(folder))
-    (folder / "model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(ModelError, match="cannot load model"):
-        load(str(folder))
-    with pytest.raises(ModelError, match="unknown bundled model 'bundled:other'; there is: bundled:smollm2"):
-        load("bundled:other")

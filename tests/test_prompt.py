@@ -39,7 +39,8 @@ TEMPLATES = {
     "smollm2": "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful<|im_end|>\n"
     "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "drops_system": "{{ bos_token }}{% for m in messages if m.role == 'user' %}<|user|>{{ m.content }}{% endfor %}",
+    "drops_system": "{{ bos_token }}{% for m in messages if m.role == 'user' %}<|user|>{{ m.content }}"
+    "{% endfor %}",
 }
 CONTROL = (
     *("<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"),
@@ -322,6 +323,26 @@ def test_pieces_join_to_the_document(kind, text, limit):
 )
 def test_where_documents_are_cut(plain, text, pieces):
     assert [chunk.text for chunk in chunks(plain, PromptFormat(chunk_tokens=32), [text])] == pieces
+
+
+class Dearer(ByteTokenizer):
+    """Sentences cost more together than apart."""
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> list[int]:
+        return [
+            *super().encode(text, add_special_tokens, split_special_tokens),
+            *[0] * (9 * text.count(". ")),
+        ]
+
+
+def test_pieces_stay_short_where_tokens_do_not_add_up():
+    pieces = chunks(
+        Tokenizer(Dearer()), PromptFormat(chunk_tokens=32), ["One a. Two b. Three c. Four d. Five e."]
+    )
+    assert [piece.text for piece in pieces] == ["One a. Two b.", " Three c. Four d.", " Five e.\n\n"]
+    assert [len(piece.token_ids) for piece in pieces] == [22, 26, 10]
 
 
 def test_hard_cuts_fall_between_tokens():

@@ -52,6 +52,7 @@ def test_ties_go_to_the_earlier_document():
     retriever = Retriever(["x", "same words", "y", "same words", "same words"])
     assert retriever.top("same", 2) == [1, 3]
     assert retriever.top("same", 5) == [1, 3, 4, 0, 2]
+    assert Retriever(["same", "x"] * 50).top("same", 100) == [*range(0, 100, 2), *range(1, 100, 2)]
 
 
 def test_unknown_words_give_the_first_documents():

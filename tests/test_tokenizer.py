@@ -184,7 +184,7 @@ def test_render_can_fix_the_date(format):
     template = "\n  {% if true %}\n  " + template + "{% endif %}"
     today = date(2025, 3, 9)
     messages = [{"role": "user", "content": "hi"}]
-    assert Tokenizer(bpe(template)).render(messages, today=today) == f"\n  {today.strftime(format)}|hi"
+    assert Tokenizer(bpe(template)).render(messages, today=today) == f"\n{today.strftime(format)}|hi"
 
 
 def test_identity():

@@ -17,7 +17,7 @@ from kvloom.selectors.base import Selector, selectors
 class Full(Selector):
     """Prefills the whole prompt."""
 
-    ratio: float = field(default=1.0, init=False)
+    ratio: float = field(default=1.0, init=False, repr=False)
     reuses: ClassVar[bool] = False
 
     def score(self, probe: Probe) -> Tensor:

@@ -16,7 +16,7 @@ from kvloom.selectors.base import Selector, selectors
 class NoRecompute(Selector):
     """Recomputes no row."""
 
-    ratio: float = field(default=0.0, init=False)
+    ratio: float = field(default=0.0, init=False, repr=False)
 
     def score(self, probe: Probe) -> Tensor:
         return torch.zeros(probe.num_rows)

@@ -1,0 +1,211 @@
+"""The contract of every selector, and each method row by row on a case small enough to compute by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import DOCUMENTS, QUESTION
+from torch import Tensor
+
+import kvloom.selectors
+from kvloom.errors import MethodError
+from kvloom.loom import Loom
+from kvloom.probe import Probe
+from kvloom.selectors import Epic, InfoFlow, NoRecompute, Random, Selector, select, selectors
+from kvloom.selectors.infoflow import resolve_layers
+
+
+@dataclass
+class FakeProbe:
+    """Two exact rows, then chunks of 6 and 4 rows; attention given by hand."""
+
+    weights: Tensor | None = None  # (layers, T): what `reduced` returns
+    num_rows: int = 12
+    num_layers: int = 4
+
+    def __post_init__(self) -> None:
+        self.spans = [range(2, 8), range(8, 12)]
+        self.exact = torch.arange(self.num_rows) < 2
+        self.asked: list[Any] = []
+
+    def reduced(self, reduction: str, *, layers: tuple[int, ...], query: str) -> dict[int, Tensor]:
+        self.asked.append((reduction, layers, query))
+        assert self.weights is not None
+        return {layer: self.weights[layer] for layer in layers}
+
+
+def chosen(selector: Selector, probe: FakeProbe) -> list[int]:
+    return select(selector, probe).tolist()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(selectors))
+def test_contract(name: str, llama_loom: Loom) -> None:
+    """Shape, budget, determinism, ascending rows, an untouched cache, no exact row."""
+    prompt = llama_loom.prompt(QUESTION, DOCUMENTS)
+    cache = llama_loom.splice(prompt)
+    before = [cache.keys(layer).clone() for layer in range(3)]
+    selector = selectors[name]()
+    probe = Probe(llama_loom.decoder, cache, prompt.question_ids, prompt.question_span)
+    score = selector.score(probe)
+    assert score.shape == (cache.num_rows,)
+    assert score.dtype == torch.float32
+    rows = select(selector, probe)
+    assert rows.dtype == torch.int64
+    assert len(rows) == min(int(selector.ratio * cache.num_rows), int((~cache.exact).sum()))
+    assert (rows.diff() > 0).all()
+    assert not cache.exact[rows].any()
+    again = select(
+        selectors[name](), Probe(llama_loom.decoder, cache, prompt.question_ids, prompt.question_span)
+    )
+    assert torch.equal(rows, again)
+    assert all(torch.equal(cache.keys(layer), keys) for layer, keys in enumerate(before))
+    assert eval(repr(selector), vars(kvloom.selectors)) == selector, "the repr is the recipe"  # noqa: S307
+
+
+@pytest.mark.parametrize("name", sorted(set(selectors) - {"none", "full"}))
+@pytest.mark.parametrize("ratio", [-1, 2, 1.0001, float("nan")])
+def test_ratio_outside_0_to_1_is_refused(name: str, ratio: float) -> None:
+    with pytest.raises(MethodError, match=f"{name}: ratio is the share of rows to recompute, from 0 to 1"):
+        selectors[name](ratio=ratio)
+
+
+@pytest.mark.parametrize("name", sorted(set(selectors) - {"none", "full"}))
+def test_ratio_1_takes_every_row_that_is_not_exact_and_ratio_0_none(name: str, llama_loom: Loom) -> None:
+    prompt = llama_loom.prompt(QUESTION, DOCUMENTS)
+    cache = llama_loom.splice(prompt)
+    assert llama_loom.select(cache, prompt, selectors[name](ratio=1)).tolist() == list(
+        range(prompt.spans[1].start, cache.num_rows)
+    )
+    assert llama_loom.select(cache, prompt, selectors[name](ratio=0)).tolist() == []
+    assert len(llama_loom.select(cache, prompt, selectors[name](ratio=1e-9))) == 1
+
+
+def test_one_registration_per_file() -> None:
+    folder = Path(kvloom.selectors.__file__).parent
+    for file in folder.glob("*.py"):
+        expected = 0 if file.stem in ("__init__", "base") else 1
+        assert file.read_text().count("@selectors.register(") == expected, file.name
+
+
+def test_best_scores_win_ties_go_to_the_earlier_row_and_exact_rows_are_never_taken() -> None:
+    weights = torch.tensor([[9, 9, 1, 5, 1, 5, 1, 1, 5, 1, 1, 7]]).float().expand(4, -1)
+    assert chosen(InfoFlow(ratio=0.25), FakeProbe(weights)) == [3, 5, 11]
+    assert chosen(InfoFlow(ratio=0.5), FakeProbe(weights)) == [2, 3, 4, 5, 8, 11]
+
+
+def test_a_score_of_the_wrong_shape_or_not_a_number_is_refused() -> None:
+    class Short(NoRecompute):
+        def score(self, probe: Probe) -> Tensor:
+            return torch.zeros(3)
+
+        def budget(self, probe: Probe) -> int:
+            return 2
+
+    class Broken(Short):
+        def score(self, probe: Probe) -> Tensor:
+            return torch.full((12,), torch.nan)
+
+    with pytest.raises(MethodError, match=r"shape \(3,\), the context has 12 rows"):
+        chosen(Short(), FakeProbe())
+    with pytest.raises(MethodError, match="not a number for 12 rows"):
+        chosen(Broken(), FakeProbe())
+
+
+# --- InfoFlow
+
+
+def test_infoflow_averages_the_layers_it_is_told_to() -> None:
+    weights = torch.zeros(4, 12)
+    weights[0, 9], weights[2, 4], weights[3, 6] = 9, 3, 2
+    weights[3, 4] = 1
+    assert chosen(InfoFlow(ratio=1 / 12, layers=(3,)), FakeProbe(weights)) == [6]
+    assert chosen(InfoFlow(ratio=1 / 12, layers="2,3"), FakeProbe(weights)) == [4]
+    assert chosen(InfoFlow(ratio=1 / 12, layers="0-1"), FakeProbe(weights)) == [9]
+    probe = FakeProbe(weights)
+    chosen(InfoFlow(reduction="mass", query="suffix"), probe)
+    assert probe.asked == [("mass", (1, 2, 3), "suffix")]
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_layers", "expected"),
+    [
+        ("paper", 40, (22, 23, 24, 25)),  # the paper's own model
+        ("paper", 30, (17, 18, 19)),
+        ("paper", 1, (0,)),
+        ("0.25-1", 30, tuple(range(8, 30))),
+        ((0.25, 1.0), 4, (1, 2, 3)),
+        ("0-1", 3, (0, 1, 2)),
+        ("0.98-0.99", 4, (3,)),
+        ("2", 4, (2,)),
+        ("3,1,1", 4, (1, 3)),
+        ((0, 3), 4, (0, 3)),
+        ([2, 1], 4, (1, 2)),
+    ],
+)
+def test_layers_by_band_and_by_index(layers: Any, num_layers: int, expected: tuple[int, ...]) -> None:
+    assert resolve_layers(InfoFlow(layers=layers).layers, num_layers) == expected
+
+
+@pytest.mark.parametrize("layers", ["", "all", "0.5", "0.6-0.5", "0-2", "-1", (-1,), (), "1,x", (0.5,), "1-"])
+def test_other_layers_are_refused_when_the_method_is_made(layers: Any) -> None:
+    with pytest.raises(MethodError, match="layers must be 'paper', a band"):
+        InfoFlow(layers=layers)
+
+
+def test_layers_that_the_model_does_not_have_are_refused(llama_loom: Loom) -> None:
+    prompt = llama_loom.prompt(QUESTION, DOCUMENTS)
+    with pytest.raises(MethodError, match="the model has layers 0 to 2"):
+        llama_loom.select(llama_loom.splice(prompt), prompt, InfoFlow(layers="22,23"))
+
+
+def test_infoflow_options_from_text() -> None:
+    built = selectors.build(
+        "infoflow", {"ratio": "0.3", "reduction": "mass", "layers": "paper", "query": "suffix"}
+    )
+    assert built == InfoFlow(ratio=0.3, reduction="mass", layers="paper", query="suffix")
+    assert selectors.build("infoflow", {"layers": "17,18"}) == InfoFlow(layers="17,18")
+    for option, value in {"ratio": "abc", "reduction": "max", "query": "all"}.items():
+        with pytest.raises(MethodError, match=option):
+            selectors.build("infoflow", {option: value})
+    with pytest.raises(MethodError, match="did you mean 'ratio'"):
+        selectors.build("infoflow", {"ration": "0.1"})
+    with pytest.raises(MethodError, match="did you mean 'infoflow'"):
+        selectors.build("infoflw")
+
+
+# --- the rivals
+
+
+def test_epic_takes_the_first_share_or_the_first_k_rows_of_each_chunk() -> None:
+    assert chosen(Epic(ratio=0.5), FakeProbe()) == [2, 3, 4, 5, 8, 9]
+    assert chosen(Epic(k=1), FakeProbe()) == [2, 8]
+    assert chosen(Epic(k=5), FakeProbe()) == [2, 3, 4, 5, 6, 8, 9, 10, 11]
+    with pytest.raises(MethodError, match="at least 1, got 0"):
+        Epic(k=0)
+
+
+def test_epic_spends_nothing_on_an_exact_chunk() -> None:
+    probe = FakeProbe()
+    probe.exact = torch.arange(12) < 8
+    assert chosen(Epic(k=2), probe) == [8, 9]
+
+
+def test_random_is_seeded() -> None:
+    probe = FakeProbe()
+    assert chosen(Random(ratio=0.4), probe) == chosen(Random(ratio=0.4), probe)
+    assert len({tuple(chosen(Random(ratio=0.4, seed=seed), probe)) for seed in range(8)}) > 4
+    counts = torch.zeros(12)
+    for seed in range(400):
+        counts[chosen(Random(ratio=0.25, seed=seed), probe)] += 1
+    assert counts[:2].sum() == 0
+    assert (counts[2:] - 120).abs().max() < 40, "every other row is as likely as another"
+
+
+def test_none_has_no_ratio() -> None:
+    assert chosen(NoRecompute(), FakeProbe()) == []
+    with pytest.raises(MethodError, match="no option 'ratio'"):
+        selectors.build("none", {"ratio": "0.5"})
