@@ -31,7 +31,26 @@ _HOMES = {
     "selectors": "kvloom.selectors",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = [
+    "Answer",
+    "ChunkKV",
+    "Document",
+    "Epic",
+    "Full",
+    "InfoFlow",
+    "KVLoomError",
+    "Loom",
+    "NoRecompute",
+    "Prompt",
+    "PromptFormat",
+    "Random",
+    "Selector",
+    "SplicedCache",
+    "Store",
+    "Trace",
+    "open_store",
+    "selectors",
+]
 
 if TYPE_CHECKING:
     from kvloom.cache import SplicedCache as SplicedCache

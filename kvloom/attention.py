@@ -1,22 +1,26 @@
 """Attention whose mask is the positions themselves: a query sees the keys at or before its own position.
 
-A plan says, for one forward pass, who sees whom; the attention function registered in `kvloom.hf` hands each layer's
-queries, keys and values to it. Query and key positions are data, so rows may come in any order, layers may hold
-different numbers of tokens, and no mask is ever aligned to a corner of the score matrix.
+A plan says, for one forward pass, who sees whom; the attention function registered in `kvloom.hf` hands each
+layer's queries, keys and values to it. Query and key positions are data, so rows may come in any order,
+layers may hold different numbers of tokens, and no mask is ever aligned to a corner of the score matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
 ROWS_PER_BLOCK = 64
-"""Query rows that share one cut of the keys: small enough that the work is the causal one, large enough for a kernel."""
+"""Query rows that share one cut of the keys: small enough that the work is the causal one, large enough for
+a kernel.
+"""
 
 WEIGHTS_PER_BLOCK = 1 << 24
 """Attention weights held at once (elements) where they are needed in full: 64 MiB in float32."""
@@ -55,9 +59,9 @@ class _Cut(NamedTuple):
 class ByPosition:
     """Each query sees the keys at or before its position.
 
-    `query_positions` (S,) int64; `key_positions(layer)` gives (T,) int64, or (H, T) where heads hold different tokens.
-    Rows are taken in blocks, and each block's keys are cut at its largest position, so that the arithmetic is that
-    of a causal mask and not of a dense one.
+    `query_positions` (S,) int64; `key_positions(layer)` gives (T,) int64, or (H, T) where heads hold
+    different tokens. Rows are taken in blocks, and each block's keys are cut at its largest position, so that
+    the arithmetic is that of a causal mask and not of a dense one.
     """
 
     def __init__(self, query_positions: Tensor, key_positions: Callable[[int], Tensor]) -> None:
@@ -100,7 +104,8 @@ class ByPosition:
 class Recorded:
     """Another plan's visibility, with the attention weights of some layers handed to a listener on the way.
 
-    `listen(layer, weights)` gets weights (H * G, s, T) float32 for consecutive blocks of s query rows, in order.
+    `listen(layer, weights)` gets weights (H * G, s, T) float32 for consecutive blocks of s query rows, in
+    order.
     """
 
     def __init__(
@@ -128,8 +133,8 @@ class Recorded:
 class Packed:
     """Several sequences in one row of tokens, each seeing a shared header (the first keys) and its own past.
 
-    `lengths` are the sequences' token counts; the keys are header rows and then the sequences, the queries only the
-    sequences.
+    `lengths` are the sequences' token counts; the keys are header rows and then the sequences, the queries
+    only the sequences.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -158,7 +163,9 @@ def attend_last(query: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> Te
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, heads: Heads) -> Tensor:
-    """Attention output (H * G, S, D) under `mask`, bool (S, T) or (H, S, T), True where a query sees a key."""
+    """Attention output (H * G, S, D) under `mask`, bool (S, T) or (H, S, T), True where a query sees a
+    key.
+    """
     if heads.is_plain:
         return _sdpa(query, keys, values, heads.scaling, mask=mask)
     return _weighted(attention_weights(query, keys, mask, heads), values).to(query.dtype)

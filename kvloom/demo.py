@@ -1,8 +1,8 @@
 """The demo: the whole job on the bundled model and the small corpus shipped beside this file.
 
-Every question reads all passages, by three methods: full prefill, no recompute, and InfoFlow at 15 %. Times are
-those of one process on this machine, the methods taking turns question by question, after one round that is not
-counted.
+Every question reads all passages, by three methods: full prefill, no recompute, and InfoFlow at 15 %. Times
+are those of one process on one machine, the methods taking turns question by question, after a round that
+does not count.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def run(
     on_progress: Callable[[int, int], None],
     on_remark: Callable[[str], None],
 ) -> DemoReport:
-    """Indexes the corpus into a store of the demo's own; answers its first `num_questions` questions, or all."""
+    """Indexes the corpus into the demo's own store; answers the first `num_questions` questions, or all."""
     documents, questions = corpus()
     questions = questions[:num_questions]
     store = f"disk:{cache_folder() / 'demo'}"
@@ -176,7 +176,7 @@ def _ask(loom: Loom, question: Question, documents: Sequence[Document], *, turn:
 
 
 def _answer(loom: Loom, prompt: Prompt, method: Selector) -> tuple[Answer, Tensor]:
-    """The straight line of `Loom.stream`, spelled out since the demo compares the first token's logits (V,)."""
+    """The straight line of `Loom.stream`, spelled out since the first token's logits (V,) are compared."""
     trace = Trace(method=repr(method), question_tokens=len(prompt.question_ids))
     if method.reuses:
         cache = loom.splice(prompt, reserve=MAX_NEW_TOKENS, trace=trace)
@@ -250,6 +250,6 @@ def _footnote(
     return (
         f"{model} ({loom.decoder.num_layers} layers, {loom.decoder.dtype}, {loom.decoder.device}), "
         f"{num_passages} passages of the shipped corpus, {tokens:,.0f} context tokens, {asked} questions, "
-        f"greedy, at most {MAX_NEW_TOKENS} tokens; times of one run, methods taking turns, one round before not "
-        f"counted; `{command}`"
+        f"greedy, at most {MAX_NEW_TOKENS} tokens; times of one run, methods taking turns, one round before "
+        f"not counted; `{command}`"
     )

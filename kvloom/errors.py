@@ -9,7 +9,8 @@ KVLoomError
 ├── MethodError           unknown method or option, or a value out of range  (also a ValueError)
 └── StoreError            the store cannot be opened, read or written
 
-Each message is one sentence that names the thing, the value got and what to do next; the command line prints it as it is.
+Each message is one sentence that names the thing, the value got and what to do next; the command line prints
+it as it is.
 """
 
 

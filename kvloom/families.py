@@ -1,16 +1,20 @@
 """Which models can be spliced: a check at load time, not a list of names.
 
-The check prefills a few tokens twice, at positions 0.. and 64.., moves the first keys by 64 with the model's own rotary
-function, and compares them layer by layer with the second. What the check cannot see in a few tokens (frequencies that
-change with length, windows longer than the test) is read off the config.
+The check prefills a few tokens twice, at positions 0.. and 64.., moves the first keys by 64 with the model's
+own rotary function, and compares them layer by layer with the second. What the check cannot see in a few
+tokens (frequencies that change with length, windows longer than the test) is read off the config.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvloom.errors import UnsupportedModel
-from kvloom.hf import Decoder
+
+if TYPE_CHECKING:
+    from kvloom.hf import Decoder
 
 CHECK_SHIFT = 64
 CHECK_TOKENS = 12
@@ -20,7 +24,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def check(decoder: Decoder) -> list[float]:
-    """Returns each layer's rotation error when the decoder's KV can be moved; else raises ``UnsupportedModel``.
+    """Returns each layer's rotation error when the decoder's KV can be moved; else raises
+    ``UnsupportedModel``.
 
     A refused model has its own attention function back.
     """
@@ -39,8 +44,10 @@ def _checked(decoder: Decoder) -> list[float]:
     if wrong:
         layers = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")
         raise UnsupportedModel(
-            f"{decoder.name}: moving keys by rotation is wrong in {len(wrong)} of {len(errors)} layers ({layers}; "
-            f"relative error {errors[wrong[0]]:.2g}); they may have no rotary embedding (NoPE) or one of their own, "
+            f"{decoder.name}: moving keys by rotation is wrong in {len(wrong)} of {len(errors)} layers "
+            f"({layers}; "
+            f"relative error {errors[wrong[0]]:.2g}); they may have no rotary embedding (NoPE) or one of "
+            f"their own, "
             "and kvloom cannot reuse such a model's cache"
         )
     return errors
@@ -52,11 +59,13 @@ def refuse_by_config(decoder: Decoder) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope and all(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModel(
-            f"{decoder.name} has a rotary embedding per layer type ({', '.join(rope)}), which kvloom does not support yet"
+            f"{decoder.name} has a rotary embedding per layer type ({', '.join(rope)}), which kvloom does "
+            f"not support yet"
         )
     if rope.get("rope_type") == "dynamic":
         raise UnsupportedModel(
-            f"{decoder.name} uses dynamic NTK scaling, whose frequencies change with the prompt's length, so stored keys "
+            f"{decoder.name} uses dynamic NTK scaling, whose frequencies change with the prompt's length, "
+            f"so stored keys "
             "cannot be moved; use a model or config with another rope_type (yarn, llama3, linear)"
         )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -72,19 +81,24 @@ def refuse_by_config(decoder: Decoder) -> None:
         and _window_is_active(decoder, layer_types)
     ):
         raise UnsupportedModel(
-            f"{decoder.name} attends through a sliding window of {window} tokens, which kvloom does not support yet"
+            f"{decoder.name} attends through a sliding window of {window} tokens, which kvloom does not "
+            f"support yet"
         )
 
 
 def _window_is_active(decoder: Decoder, layer_types: set[str]) -> bool:
-    """Whether some layer's window is shorter than the context: layer types say so, or else every layer has it."""
+    """Whether some layer's window is shorter than the context: layer types say so, or else every layer has
+    it.
+    """
     config = decoder.config
     has_window = "sliding_attention" in layer_types if getattr(config, "layer_types", None) else True
     return has_window and config.sliding_window < (decoder.max_length or config.sliding_window + 1)
 
 
 def rotation_errors(decoder: Decoder) -> list[float]:
-    """Per layer, |moved - computed| / |computed| of keys moved by `CHECK_SHIFT` against keys computed there."""
+    """Per layer, |moved - computed| / |computed| of keys moved by `CHECK_SHIFT` against keys computed
+    there.
+    """
     token_ids = torch.arange(1, CHECK_TOKENS + 1) % decoder.vocab_size
     places = torch.arange(CHECK_TOKENS)
     near, far = (decoder.new_cache(CHECK_TOKENS) for _ in range(2))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
 
-from kvloom.cache import SplicedCache
 from kvloom.errors import MethodError
-from kvloom.hf import Decoder
 from kvloom.registry import did_you_mean
 from kvloom.tokenizer import StreamDecoder, Tokenizer
 from kvloom.trace import Answer, Trace
+
+if TYPE_CHECKING:
+    from kvloom.cache import SplicedCache
+    from kvloom.hf import Decoder
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -87,7 +89,8 @@ class Sampling:
 def generate(
     decoder: Decoder, cache: SplicedCache, logits: Tensor, sampling: Sampling, eos_ids: frozenset[int]
 ) -> Iterator[int]:
-    """Token ids from the logits (V,) after the cache's last row on, up to an end token (not yielded) or the limit.
+    """Token ids from the logits (V,) after the cache's last row on, up to an end token (not yielded) or the
+    limit.
 
     Each token yielded is appended to the cache only when the next one is asked for.
     """
@@ -103,7 +106,9 @@ def generate(
 
 
 class AnswerStream(Iterator[str]):
-    """The pieces of an answer's text as they are decided; `answer` holds the whole once the pieces are through."""
+    """The pieces of an answer's text as they are decided; `answer` holds the whole once the pieces are
+    through.
+    """
 
     def __init__(
         self,

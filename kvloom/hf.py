@@ -1,8 +1,8 @@
 """The seam: a transformers causal decoder, and all that kvloom asks of it.
 
-No other room names transformers' internals (with `cache.py` and `families.py`, which read configs). A forward is
-given token ids, positions, a `SplicedCache` and a `Plan`; the plan travels to the attention function as a keyword
-argument, so that two threads never share state.
+No other room names transformers' internals (with `cache.py` and `families.py`, which read configs). A forward
+is given token ids, positions, a `SplicedCache` and a `Plan`; the plan travels to the attention function as a
+keyword argument, so that two threads never share state.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import hashlib
 import json
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,9 @@ from transformers.masking_utils import sdpa_mask
 from kvloom.attention import ByPosition, Heads, Plan, attend, attend_last
 from kvloom.cache import CACHE_ARGUMENT, KVShape, SplicedCache
 from kvloom.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ATTENTION = "kvloom"
 """Name under which the attention function and its mask are registered with transformers."""
@@ -42,7 +44,9 @@ def _attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention function: follows the plan of a kvloom forward, else is ordinary causal attention."""
+    """The registered attention function: follows the plan of a kvloom forward, else is ordinary causal
+    attention.
+    """
     heads = Heads(query.shape[-1] ** -0.5 if scaling is None else scaling, s_aux, softcap)
     if kvloom is not None:
         output = kvloom.attend(module.layer_idx, query[0], key[0], value[0], heads)[None]  # type: ignore[arg-type]
@@ -88,9 +92,9 @@ AttentionMaskInterface.register(ATTENTION, _mask)
 class Decoder:
     """A transformers causal language model, switched to kvloom's attention function.
 
-    The switch changes no result: without a plan the function computes what SDPA or eager attention would. Raises
-    ``UnsupportedModel`` for what is not a decoder with rotary position embeddings; whether its KV cache can really
-    be moved is for `kvloom.families.check` to say.
+    The switch changes no result: without a plan the function computes what SDPA or eager attention would.
+    Raises ``UnsupportedModel`` for what is not a decoder with rotary position embeddings; whether its KV
+    cache can really be moved is for `kvloom.families.check` to say.
     """
 
     def __init__(self, model: PreTrainedModel, *, tokenizer_identity: str = "") -> None:
@@ -111,9 +115,10 @@ class Decoder:
         self.rotary: Any = getattr(self.body, "rotary_emb", None)
         if self.rotary is None:
             raise UnsupportedModel(
-                f"{self.name} has no rotary position embedding; kvloom moves keys by rotating them and cannot use this model"
+                f"{self.name} has no rotary position embedding; kvloom moves keys by rotating them and "
+                f"cannot use this model"
             )
-        self._own_attention: str = model.config._attn_implementation
+        self._own_attention: Any = model.config._attn_implementation
         self._tokenizer_identity = tokenizer_identity
         self._fingerprint: str | None = None
         self._fingerprint_lock = threading.Lock()
@@ -140,13 +145,14 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        return self.model.get_input_embeddings().weight.shape[0]
+        return self.config.vocab_size
 
     @property
     def max_length(self) -> int | None:
         """Tokens that the model takes in all, or None if its config does not say.
 
-        LongRoPE changes its frequencies beyond the original length, which moves no key rightly: there it is that length.
+        LongRoPE changes its frequencies beyond the original length, which moves no key rightly: there it is
+        that length.
         """
         limit = getattr(self.config, "max_position_embeddings", None)
         rope = getattr(self.config, "rope_parameters", None) or {}
@@ -169,14 +175,17 @@ class Decoder:
         return SplicedCache(self.kv_shapes, capacity, dtype=self.dtype, device=self.device)
 
     def _measure_kv_shapes(self) -> list[KVShape]:
-        """KV shapes read off the tensors of a one-token forward, and proof that the attention function is called."""
+        """KV shapes read off the tensors of a one-token forward, and proof that the attention function is
+        called.
+        """
         probe = _ShapeProbe()
         self._run(
             self.body, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), None, probe
         )
         if sorted(probe.shapes) != list(range(self.num_layers)):
             raise UnsupportedModel(
-                f"{self.name}: {len(probe.shapes)} of {self.num_layers} layers use transformers' attention interface; "
+                f"{self.name}: {len(probe.shapes)} of {self.num_layers} layers use transformers' attention "
+                f"interface; "
                 "kvloom needs all of them to be ordinary attention layers"
             )
         return [probe.shapes[layer] for layer in range(self.num_layers)]
@@ -202,7 +211,8 @@ class Decoder:
         num_layers: int | None = None,
         plan: Any = None,
     ) -> None:
-        """As `forward`, for the cache alone: no language-model head, only the first `num_layers` layers if given.
+        """As `forward`, for the cache alone: no language-model head, only the first `num_layers` layers if
+        given.
 
         `plan` wraps or replaces the by-position plan: a callable from one `ByPosition` to the plan to use.
         """
@@ -257,9 +267,10 @@ class Decoder:
     def rotation(self, delta: int) -> Tensor:
         """(D, D) float32 matrix that moves keys by `delta` positions: ``keys @ rotation(delta)``.
 
-        R(p + d) k = R(d) R(p) k, so one rotation by the difference is exact. The matrix is the model's own rotary
-        function applied to the unit vectors, which makes it right for interleaved, half-split and partial rotary
-        alike; cos and sin are divided by the attention scaling that YaRN and LongRoPE fold into them.
+        R(p + d) k = R(d) R(p) k, so one rotation by the difference is exact. The matrix is the model's own
+        rotary function applied to the unit vectors, which makes it right for interleaved, half-split and
+        partial rotary alike; cos and sin are divided by the attention scaling that YaRN and LongRoPE fold
+        into them.
         """
         head_dim = self.kv_shapes[0].key_dim
         basis = torch.eye(head_dim, device=self.device)[
@@ -293,7 +304,9 @@ class Decoder:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of what a KV cache depends on: config with rope, every weight, dtype, and the tokenizer."""
+        """SHA-256 (hex) of what a KV cache depends on: config with rope, every weight, dtype, and the
+        tokenizer.
+        """
         with self._fingerprint_lock:
             if self._fingerprint is None:
                 self._fingerprint = self._compute_fingerprint()
@@ -348,7 +361,9 @@ def _attention_of(layer: nn.Module) -> nn.Module:
 
 
 def _content_mark(tensor: Tensor) -> int:
-    """A number that changes when any element of the tensor does: the sum of its words, each times its odd place."""
+    """A number that changes when any element of the tensor does: the sum of its words, each times its odd
+    place.
+    """
     words = tensor.detach().contiguous().view(torch.uint8).flatten()
     words = words[: len(words) // 4 * 4].view(torch.int32) if len(words) % 4 == 0 else words.to(torch.int32)
     mark = 0

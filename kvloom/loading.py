@@ -30,7 +30,7 @@ def load(
         dtype = torch.float32 if on_cpu else "auto"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **model_kwargs)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **model_kwargs)
     except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"cannot load model {name_or_path!r}: {reason}") from error
@@ -48,7 +48,8 @@ def _resolve(name_or_path: str) -> Path | str:
         return name_or_path
     if not path.is_dir():
         raise ModelError(
-            f"model folder {name_or_path!r} does not exist; give a folder with config.json and weights, or a hub name"
+            f"model folder {name_or_path!r} does not exist; give a folder with config.json and weights, or "
+            f"a hub name"
         )
     if not (path / "config.json").is_file():
         raise ModelError(f"model folder {name_or_path!r} has no config.json; it is not a transformers model")

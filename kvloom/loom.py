@@ -10,14 +10,12 @@ SplicedCache --generate--> Answer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from kvloom import families
-from kvloom.cache import SplicedCache
 from kvloom.chunk_source import ChunkSource
 from kvloom.errors import ContextTooLong
 from kvloom.generate import AnswerStream, Sampling, SamplingOptions
@@ -36,17 +34,22 @@ from kvloom.tokenizer import Tokenizer
 from kvloom.trace import Answer, Trace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from transformers import PreTrainedModel
 
+    from kvloom.cache import SplicedCache
     from kvloom.verify import Report
 
 
 class Loom:
-    """A model, its tokenizer and a store of chunk KV; answers questions over documents without prefilling them again.
+    """A model, its tokenizer and a store of chunk KV; answers questions over documents without prefilling
+    them again.
 
-    `model` is a transformers causal language model; it is switched to kvloom's attention function, which computes the
-    same results. `tokenizer` is any object with `encode`, `decode` and special-token ids. `store` is a `Store` or its
-    URL: ``memory:``, ``memory:4GiB``, ``disk:PATH``. Raises ``UnsupportedModel`` for a model whose KV cannot be moved.
+    `model` is a transformers causal language model; it is switched to kvloom's attention function, which
+    computes the same results. `tokenizer` is any object with `encode`, `decode` and special-token ids.
+    `store` is a `Store` or its URL: ``memory:``, ``memory:4GiB``, ``disk:PATH``. Raises ``UnsupportedModel``
+    for a model whose KV cannot be moved.
     """
 
     def __init__(
@@ -90,13 +93,16 @@ class Loom:
     ) -> list[str]:
         """Stores the KV of every chunk of the documents; returns the chunks' keys, in order.
 
-        A chunk that is stored, or given twice, is not computed again. `on_progress(done, total)` counts tokens.
+        A chunk that is stored, or given twice, is not computed again. `on_progress(done, total)` counts
+        tokens.
         """
         chunks = cut_into_chunks(self.tokenizer, self.prompt_format, documents)
         return self.chunks.index(self._prefill_header(), [chunk.token_ids for chunk in chunks], on_progress)
 
     def _prefill_header(self) -> Tensor:
-        """The tokens behind which chunks are prefilled: the prompt's header, or none with ``header="none"``."""
+        """The tokens behind which chunks are prefilled: the prompt's header, or none with
+        ``header="none"``.
+        """
         if self.prompt_format.header == "none":
             return cat_ids([])
         return header_ids(self.tokenizer, self.prompt_format)
@@ -127,8 +133,8 @@ class Loom:
     def splice(self, prompt: Prompt, *, reserve: int = 0, trace: Trace | None = None) -> SplicedCache:
         """The prompt's context from stored chunks, keys at their global positions.
 
-        A missing chunk is prefilled and stored; the others are still reused. `reserve` is room for rows beyond the
-        question.
+        A missing chunk is prefilled and stored; the others are still reused. `reserve` is room for rows
+        beyond the question.
         """
         trace = Trace() if trace is None else trace
         self._check_length(prompt, 0)
@@ -151,7 +157,9 @@ class Loom:
         return cache
 
     def full_prefill(self, prompt: Prompt, *, reserve: int = 0) -> tuple[SplicedCache, Tensor]:
-        """The reference: the cache of the whole prompt, computed at once, and its next-token logits (V,) float32."""
+        """The reference: the cache of the whole prompt, computed at once, and its next-token logits (V,)
+        float32.
+        """
         self._check_length(prompt, 0)
         cache = self.decoder.new_cache(prompt.num_tokens + reserve)
         positions = torch.arange(prompt.num_tokens)
@@ -165,7 +173,9 @@ class Loom:
     def select(
         self, cache: SplicedCache, prompt: Prompt, selector: Selector | str, *, trace: Trace | None = None
     ) -> Tensor:
-        """(S,) int64 ascending: the context rows that the selector would recompute; the cache is left as it was."""
+        """(S,) int64 ascending: the context rows that the selector would recompute; the cache is left as it
+        was.
+        """
         trace = Trace() if trace is None else trace
         with trace.seconds.clock("score", self.decoder.synchronize):
             probe = Probe(self.decoder, cache, prompt.question_ids, prompt.question_span)
@@ -190,7 +200,9 @@ class Loom:
     def context(
         self, question: str, documents: Sequence[Document | str], *, selector: Selector | str = "infoflow"
     ) -> SplicedCache:
-        """The repaired context without the question, for ``model.generate(**cache.generate_kwargs(question_ids))``."""
+        """The repaired context without the question, for
+        ``model.generate(**cache.generate_kwargs(question_ids))``.
+        """
         prompt = self.prompt(question, documents)
         selector = as_selector(selector)
         if not selector.reuses:
@@ -215,7 +227,8 @@ class Loom:
     ) -> AnswerStream:
         """The answer as an iterator of text pieces; its `answer` is complete when the iterator is.
 
-        `selector` is an instance, or a name with `options` as data. The context is prepared before this returns.
+        `selector` is an instance, or a name with `options` as data. The context is prepared before this
+        returns.
         """
         chosen, wanted = as_selector(selector, options), Sampling.of(sampling)
         prompt = self.prompt(question, documents)
@@ -249,7 +262,9 @@ class Loom:
         return stream.answer
 
     def verify(self, questions: Sequence[str], documents: Sequence[Document | str], **options: Any) -> Report:
-        """Whether reuse is right on this model and these documents; see `kvloom.verify.verify` for the options."""
+        """Whether reuse is right on this model and these documents; see `kvloom.verify.verify` for the
+        options.
+        """
         from kvloom.verify import verify
 
         return verify(self, questions, documents, **options)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvloom.attention import Packed
-from kvloom.cache import SplicedCache
 from kvloom.hf import Decoder, cat_ids
 from kvloom.kv import ChunkKV
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvloom.cache import SplicedCache
+
 PACKED_TOKENS = 2048
-"""Tokens of one packed forward: large enough for efficient matrix products, small enough for its activations."""
+"""Tokens of one packed forward: large enough for efficient matrix products, small enough for its
+activations.
+"""
 
 
 def prefill(
     decoder: Decoder, chunk_ids: Sequence[Tensor], header: ChunkKV | None = None
 ) -> Iterator[ChunkKV]:
-    """The KV of each chunk (T,) int64, computed at positions len(header).. behind the header, in the order given.
+    """The KV of each chunk (T,) int64, computed at positions len(header).. behind the header, in the order
+    given.
 
-    No chunk sees another. The header's rows are seen and dropped, so that no chunk has an attention sink of its own.
+    No chunk sees another. The header's rows are seen and dropped, so that no chunk has an attention sink of
+    its own.
     """
     start = 0 if header is None else header.num_tokens
     for pack in _packs([len(ids) for ids in chunk_ids]):

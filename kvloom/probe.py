@@ -1,20 +1,25 @@
 """Probe: all that a scoring method may look at, lazily, without side effects; it counts what it cost.
 
-Methods never run a forward themselves. The question is run over the spliced cache under the global positions, layer by
-layer, up to the last layer asked for; its attention is reduced while it is computed, and the cache is left as it was.
+Methods never run a forward themselves. The question is run over the spliced cache under the global positions,
+layer by layer, up to the last layer asked for; its attention is reduced while it is computed, and the cache
+is left as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvloom.attention import Recorded
-from kvloom.cache import SplicedCache
 from kvloom.errors import MethodError
-from kvloom.hf import Decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvloom.cache import SplicedCache
+    from kvloom.hf import Decoder
 
 
 class _Sum:
@@ -50,8 +55,9 @@ class _Maps:
 
 
 REDUCTIONS: dict[str, int] = {"mass": 1, "norm": 2}
-"""How a layer's attention (H, G, Q, T) becomes a score per context token: the mean over heads, then this L-norm over
-question tokens. "mass" is the paper's Eq. 7 (a column sum), "norm" is what the authors' code runs."""
+"""How a layer's attention (H, G, Q, T) becomes a score per context token: the mean over heads, then this
+L-norm over question tokens. "mass" is the paper's Eq. 7 (a column sum), "norm" is what the authors' code
+runs."""
 
 
 class Probe:
@@ -90,8 +96,8 @@ class Probe:
     ) -> dict[int, Tensor]:
         """{layer: (H, G, Q, T)} float32: how the question attends to the context rows, of all layers or some.
 
-        The softmax runs over context and question, so a row sums to 1 less the mass on the question's own tokens.
-        `query` is "question" (the raw question's tokens) or "suffix" (all tokens after the chunks).
+        The softmax runs over context and question, so a row sums to 1 less the mass on the question's own
+        tokens. `query` is "question" (the raw question's tokens) or "suffix" (all tokens after the chunks).
         """
         if geometry != "global":
             raise MethodError(f"unknown geometry {geometry!r}; there are: global")
@@ -110,7 +116,9 @@ class Probe:
         return self._observe(reduction, layers, query, lambda _: _Sum(REDUCTIONS[reduction], self.num_rows))
 
     def fresh(self, num_layers: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values, (H, T, D) each, of the first `num_layers` layers of a full prefill of the context."""
+        """Keys and values, (H, T, D) each, of the first `num_layers` layers of a full prefill of the
+        context.
+        """
         key = ("fresh", num_layers)
         if key not in self._seen:
             cache = self._decoder.new_cache(self.num_rows)

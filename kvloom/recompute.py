@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from kvloom.cache import SplicedCache
-from kvloom.hf import Decoder
+if TYPE_CHECKING:
+    from kvloom.cache import SplicedCache
+    from kvloom.hf import Decoder
 
 
 def recompute(
@@ -14,9 +17,9 @@ def recompute(
 ) -> Tensor | None:
     """(V,) float32 logits after the question; its rows are appended, and rows (S,) int64 hold fresh KV.
 
-    At each layer the chosen rows are overwritten first, then they and the question attend to all rows at or before
-    their positions; the order of `rows` does not matter. Without a question the rows are repaired and nothing is
-    returned. Raises ``ValueError`` for rows out of range or given twice.
+    At each layer the chosen rows are overwritten first, then they and the question attend to all rows at or
+    before their positions; the order of `rows` does not matter. Without a question the rows are repaired and
+    nothing is returned. Raises ``ValueError`` for rows out of range or given twice.
     """
     rows = _checked(rows, cache)
     num_new = 0 if question_ids is None else len(question_ids)

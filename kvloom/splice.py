@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from kvloom.cache import SplicedCache
-from kvloom.hf import Decoder
-from kvloom.kv import ChunkKV
+if TYPE_CHECKING:
+    from kvloom.cache import SplicedCache
+    from kvloom.hf import Decoder
+    from kvloom.kv import ChunkKV
 
 
 def splice_into(decoder: Decoder, cache: SplicedCache, rows: range, start: int, kv: ChunkKV) -> None:

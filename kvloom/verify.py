@@ -1,12 +1,12 @@
 """verify: is reuse right on this model and these documents?
 
-Three questions, from algebra to quality: do moved keys equal computed ones in every layer; does recomputing every row
-give a full prefill; and how far from full prefill is each method's next-token distribution on the user's questions.
+Three questions, from algebra to quality: do moved keys equal computed ones in every layer; does recomputing
+every row give a full prefill; and how far from full prefill is each method's next-token distribution on the
+user's questions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ from kvloom.selectors import InfoFlow, NoRecompute, Selector
 from kvloom.trace import Trace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from kvloom.loom import Loom
 
 EXACT = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -75,9 +77,9 @@ def verify(
 ) -> Report:
     """Measures the selector, InfoFlow at `ratios` and no recompute against full prefill on every question.
 
-    The pass mark: recompute-all equals full prefill, and the selector's mean KL is at most `max_kl` nats with at least
-    `min_top1` of the questions agreeing on the next token. Each question reads its `top` best documents by BM25.
-    Raises ``PromptError`` without questions.
+    The pass mark: recompute-all equals full prefill, and the selector's mean KL is at most `max_kl` nats with
+    at least `min_top1` of the questions agreeing on the next token. Each question reads its `top` best
+    documents by BM25. Raises ``PromptError`` without questions.
     """
     from kvloom.loom import as_selector
 
@@ -182,17 +184,21 @@ def _sentence(
 ) -> str:
     if not is_exact:
         return (
-            f"Do not reuse chunks with this model: recomputing every row differs from a full prefill by {exact_error:.1e} "
+            f"Do not reuse chunks with this model: recomputing every row differs from a full prefill by "
+            f"{exact_error:.1e} "
             "of the largest logit, so something in it is not as kvloom assumes."
         )
     figures = (
-        f"{verdict.name} at {verdict.ratio:.0%} stays {verdict.mean_kl:.3f} nats from full prefill and agrees on the next "
-        f"token in {verdict.top1_agreement:.0%} of the questions (no recompute: {untouched.mean_kl:.3f} nats, "
+        f"{verdict.name} at {verdict.ratio:.0%} stays {verdict.mean_kl:.3f} nats from full prefill and "
+        f"agrees on the next "
+        f"token in {verdict.top1_agreement:.0%} of the questions (no recompute: {untouched.mean_kl:.3f} "
+        f"nats, "
         f"{untouched.top1_agreement:.0%})"
     )
     if is_near:
         return f"Reuse is right on this model and these documents: {figures}."
     return (
-        f"Reuse is exact where it claims to be, but {figures}; the pass mark is {max_kl:g} nats and {min_top1:.0%}: "
+        f"Reuse is exact where it claims to be, but {figures}; the pass mark is {max_kl:g} nats and "
+        f"{min_top1:.0%}: "
         "raise the ratio, or use full prefill for these documents."
     )

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from tiny_models import FAMILIES, loom_of
 
-from kvloom.loom import Loom
+if TYPE_CHECKING:
+    from kvloom.loom import Loom
 
 torch.set_num_threads(1)  # tiny models; two test workers on two cores
 

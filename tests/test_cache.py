@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from tiny_models import DOCUMENTS, FLOAT32, QUESTION, difference
 
 from kvloom.cache import UNKNOWN_TOKEN, KVShape, SplicedCache
-from kvloom.loom import Loom
+
+if TYPE_CHECKING:
+    from kvloom.loom import Loom
 
 
 def filled(num_rows: int = 6, capacity: int = 8) -> SplicedCache:
@@ -58,7 +62,7 @@ def test_an_exception_inside_overwriting_leaves_no_rows_behind() -> None:
 def test_untouched_takes_back_what_was_appended_even_after_an_exception() -> None:
     cache = filled()
     before = [(cache.keys(layer).clone(), cache.values(layer).clone()) for layer in range(2)]
-    with pytest.raises(RuntimeError, match="half way"), cache.untouched():
+    with pytest.raises(RuntimeError, match="half way"), cache.untouched():  # noqa: PT012
         cache.announce(torch.tensor([9, 9]), torch.tensor([6, 7]), exact=True)
         cache.update(*new_rows(1, 2), 0)
         assert cache.num_rows == 8
@@ -106,7 +110,9 @@ def test_keep_drops_rows_per_head_and_keeps_their_positions() -> None:
 
 
 def test_a_question_after_dropped_rows_stands_at_its_true_position(llama_loom: Loom) -> None:
-    """Dropping rows equals masking them: the oracle is a full cache whose dropped keys are cut out by hand."""
+    """Dropping rows equals masking them: the oracle is a full cache whose dropped keys are cut out by
+    hand.
+    """
     prompt = llama_loom.prompt(QUESTION, DOCUMENTS)
     kept = torch.arange(0, len(prompt.context_ids), 2)
     cache = llama_loom.splice(prompt)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from byte_tokenizer import ByteTokenizer
@@ -9,7 +11,9 @@ from tiny_models import DOCUMENTS, QUESTION, loom_of
 
 from kvloom.errors import MethodError
 from kvloom.generate import Sampling, StopText
-from kvloom.loom import Loom
+
+if TYPE_CHECKING:
+    from kvloom.loom import Loom
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0])
 

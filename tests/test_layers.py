@@ -1,4 +1,6 @@
-"""Imports point down: each room may name rooms of its own layer or below, at module level and inside functions."""
+"""Imports point down: each room may name rooms of its own layer or below, at module level and inside
+functions.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ LAYERS = [
     {"demo"},
     {"cli", "__main__"},
 ]
-"""Rooms from the ground up. A chunk source uses prefill and a store; methods see a probe and never the engine."""
+"""Rooms from the ground up. A chunk source uses prefill and a store; methods see a probe and never the
+engine.
+"""
 
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from tiny_models import DOCUMENTS, FLOAT32, QUESTION, difference
 
-from kvloom.cache import SplicedCache
-from kvloom.loom import Loom
 from kvloom.probe import Probe
-from kvloom.prompt import Prompt
 from kvloom.recompute import recompute
 from kvloom.selectors import InfoFlow
+
+if TYPE_CHECKING:
+    from kvloom.cache import SplicedCache
+    from kvloom.loom import Loom
+    from kvloom.prompt import Prompt
 
 
 @pytest.fixture
@@ -51,7 +55,9 @@ def test_recomputing_every_row_equals_full_prefill(family_loom: Loom, prompt: Pr
 
 @pytest.mark.parametrize("order", [DOCUMENTS, [DOCUMENTS[2], *DOCUMENTS]])
 def test_recomputing_all_but_the_first_chunk_equals_full_prefill(family_loom: Loom, order: list[str]) -> None:
-    """Unlike recomputing every row, this fails when the moved keys or the kept values of the first chunk are wrong."""
+    """Unlike recomputing every row, this fails when the moved keys or the kept values of the first chunk are
+    wrong.
+    """
     prompt = family_loom.prompt(QUESTION, order)
     full, expected = family_loom.full_prefill(prompt)
     cache = family_loom.splice(prompt)
@@ -134,7 +140,9 @@ def test_scoring_leaves_the_cache_bit_identical(family_loom: Loom, prompt: Promp
 
 
 def test_attention_of_a_question_token_sums_to_one(family_loom: Loom, prompt: Prompt) -> None:
-    """Over context and question; gpt-oss gives a part to its sinks. Checked on the context by the first token alone."""
+    """Over context and question; gpt-oss gives a part to its sinks. Checked on the context by the first
+    token alone.
+    """
     cache = family_loom.splice(prompt)
     suffix = torch.cat([prompt.question_ids[:1], prompt.question_ids])
     maps = Probe(family_loom.decoder, cache, suffix, range(1)).attention()
@@ -146,7 +154,9 @@ def test_attention_of_a_question_token_sums_to_one(family_loom: Loom, prompt: Pr
 
 
 def test_probe_sees_the_attention_of_the_models_own_eager_code(family_loom: Loom) -> None:
-    """With one chunk the spliced cache is a full prefill's, so the model's own attention maps are the oracle."""
+    """With one chunk the spliced cache is a full prefill's, so the model's own attention maps are the
+    oracle.
+    """
     prompt = family_loom.prompt(QUESTION, DOCUMENTS[:1])
     cache = family_loom.splice(prompt)
     maps = Probe(family_loom.decoder, cache, prompt.question_ids, prompt.question_span).attention(

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
-import torch
 from tiny_models import DOCUMENTS, FLOAT32, QUESTION, difference
 
 from kvloom.errors import MethodError
-from kvloom.loom import Loom
 from kvloom.probe import Probe
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvloom.loom import Loom
 
 
 def probe_of(loom: Loom, documents: list[str] = DOCUMENTS) -> tuple[Probe, torch.Tensor]:
@@ -16,7 +21,9 @@ def probe_of(loom: Loom, documents: list[str] = DOCUMENTS) -> tuple[Probe, torch
 
 
 def test_reductions_are_those_of_the_whole_maps(llama_loom: Loom) -> None:
-    """norm: head mean, then L2 over question tokens (the authors' code); mass: the column sum (the paper's Eq. 7)."""
+    """norm: head mean, then L2 over question tokens (the authors' code); mass: the column sum (the paper's
+    Eq. 7).
+    """
     probe, _ = probe_of(llama_loom)
     maps = probe.attention()
     norm, mass = probe.reduced("norm"), probe.reduced("mass")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from datetime import date
 
 import pytest
@@ -14,6 +15,7 @@ from kvloom.errors import PromptError
 from kvloom.tokenizer import StreamDecoder, Tokenizer
 
 LINES = [
+    "<| <| <| <t <t <t",
     "The cat sat on the mat.",
     "Who wrote the book about the cat?",
     "你好。世界。",
@@ -67,6 +69,9 @@ def test_special_tokens_are_parsed_only_on_request(fast):
     assert {end, think}.isdisjoint(fast.encode(text))
     assert fast.decode(fast.encode(text)) == text
     assert {end, think} <= fast.control_ids
+    without = json.loads(fast.raw.backend_tokenizer.to_str())
+    without["added_tokens"] = []
+    assert fast.encode(text) == Backend.from_str(json.dumps(without)).encode(text).ids
 
 
 def test_transformers_own_switch_misses_control_tokens_not_flagged_special(fast):
@@ -78,7 +83,7 @@ def test_transformers_own_switch_misses_control_tokens_not_flagged_special(fast)
 
 
 def test_plain_text_has_the_ids_transformers_gives(fast):
-    for text in [*LINES[:3], "two  blanks", " leading", "trailing ", ""]:
+    for text in [*LINES[1:4], "two  blanks", " leading", "trailing ", ""]:
         assert (
             fast.encode(text)
             == fast.encode(text, special=True)

@@ -123,7 +123,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def build(config: dict[str, Any], *, seed: int = 0) -> Any:
-    """A random float32 model of the config over COMMON; weights large enough that attention is far from flat."""
+    """A random float32 model of the config over COMMON; weights large enough that attention is far from
+    flat.
+    """
     options = COMMON | config
     torch.manual_seed(seed)
     made = AutoConfig.for_model(options.pop("model_type"), **options)

@@ -17,6 +17,7 @@ from kvloom.cli.options import (
     ChunkTokens,
     Device,
     DtypeOption,
+    GroupHelp,
     MethodOptions,
     Model,
     SelectorName,
@@ -41,6 +42,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     add_completion=False,
+    add_help_option=False,
     rich_markup_mode=None,  # plain help: rich alone would take longer than everything else
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -68,13 +70,15 @@ def main(args: list[str] | None = None) -> NoReturn:
 def kvloom(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    help: GroupHelp = False,
 ) -> None:
     """Answer questions over documents whose KV caches were computed beforehand."""
     if version:
         typer.echo(f"kvloom {__version__}")
         raise typer.Exit
-    if ctx.invoked_subcommand is None:
+    if help or ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
+        raise typer.Exit
 
 
 @app.command()

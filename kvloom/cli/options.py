@@ -23,6 +23,8 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+# Typer's own help option, where it is not given, would import pydantic only to convert nothing; groups have this.
+GroupHelp = Annotated[bool, typer.Option("-h", "--help", help="Show this message and exit.")]
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="Folder, .txt .md .jsonl or .json file, or - for stdin.")
 ]

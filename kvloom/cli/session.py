@@ -1,4 +1,4 @@
-"""What commands need before they can begin: documents, a selector, a loaded model. The heavy imports are here."""
+"""What commands need before they can begin: documents, a selector, a model. The heavy imports are here."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def print_index(summary: Mapping[str, Any]) -> None:
     typer.echo(
         f"{count(summary['documents'], 'document')}, {count(summary['chunks'], 'chunk')}, "
         f"{count(summary['tokens'], 'token')}: {summary['new']:,} new, "
-        f"{summary['already_stored']:,} already stored, {count(summary['duplicates'], 'duplicate')}, {len(summary['skipped']):,} left out"
+        f"{summary['already_stored']:,} already stored, {count(summary['duplicates'], 'duplicate')}, "
+        f"{len(summary['skipped']):,} left out"
     )
     typer.echo(f"{summary['seconds']:.1f} s{pace}")
     held = "" if summary["store_bytes"] is None else f", {size(summary['store_bytes'])}"

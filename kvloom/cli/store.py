@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvloom.cli.failures import FAILURE
-from kvloom.cli.options import AsJson, StoreUrl, store_url
+from kvloom.cli.options import AsJson, GroupHelp, StoreUrl, store_url
 from kvloom.cli.output import Activity, count, echo_json, size
 from kvloom.errors import MethodError
 
@@ -15,16 +15,15 @@ if TYPE_CHECKING:
 
 MIN_PREFIX = 6
 
-app = typer.Typer(
-    rich_markup_mode=None, pretty_exceptions_enable=False, help="Look after the place where KV is kept."
-)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_help_option=False)
 
 
 @app.callback(invoke_without_command=True)
-def store_group(ctx: typer.Context) -> None:
+def store_group(ctx: typer.Context, help: GroupHelp = False) -> None:
     """Look after the place where KV is kept."""
-    if ctx.invoked_subcommand is None:
+    if help or ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
+        raise typer.Exit
 
 
 @app.command()

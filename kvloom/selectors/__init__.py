@@ -1,6 +1,5 @@
 """Selectors: which rows of a spliced cache to recompute. One file per method, one registration in it."""
 
-from kvloom.selectors import epic, full, infoflow, none, random
 from kvloom.selectors.base import Selector, select, selectors
 from kvloom.selectors.epic import Epic
 from kvloom.selectors.full import Full

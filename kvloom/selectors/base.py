@@ -1,17 +1,20 @@
-"""Selector: a score for each context row; `select` spends the budget on the best of those that are not exact yet."""
+"""Selector: a score for each context row; `select` spends the budget on the best of those that are not exact
+yet.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvloom.errors import MethodError
-from kvloom.probe import Probe
 from kvloom.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvloom.probe import Probe
 
 selectors: Registry[Selector] = Registry("selector")
 
@@ -36,12 +39,15 @@ class Selector(ABC):
         """(T,) float32, one per context row, higher = recompute first."""
 
     def budget(self, probe: Probe) -> int:
-        """Rows to recompute; at least one for any ratio above 0, so that a short context is repaired at all."""
+        """Rows to recompute; at least one for any ratio above 0, so that a short context is repaired at
+        all.
+        """
         return max(1, int(self.ratio * probe.num_rows + 1e-9)) if self.ratio else 0
 
 
 def select(selector: Selector, probe: Probe) -> Tensor:
-    """(S,) int64 ascending: the rows with the best scores, never one that is exact; ties go to the earlier row.
+    """(S,) int64 ascending: the rows with the best scores, never one that is exact; ties go to the earlier
+    row.
 
     Raises ``MethodError`` when the method returns a score of another shape or one that is not a number.
     """

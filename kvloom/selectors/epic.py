@@ -1,20 +1,24 @@
-"""EPIC's LegoLink (ICML 2025): recompute the first rows of every chunk, which act as the chunk's own attention sink.
+"""EPIC's LegoLink (ICML 2025): recompute the first rows of every chunk, which act as the chunk's own
+attention sink.
 
-LegoLink-k recomputes the first k tokens (a constant, 1 to 64 in the authors' code) of every document; `k` does that.
-Without `k`, each chunk gets the first `ratio` of its rows, the form that the InfoFlow KV paper compares with. Chunks
-that are exact already get no budget, as the system chunk does in EPIC's code.
+LegoLink-k recomputes the first k tokens (a constant, 1 to 64 in the authors' code) of every document; `k`
+does that. Without `k`, each chunk gets the first `ratio` of its rows, the form that the InfoFlow KV paper
+compares with. Chunks that are exact already get no budget, as the system chunk does in EPIC's code.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvloom.errors import MethodError
-from kvloom.probe import Probe
 from kvloom.selectors.base import Selector, selectors
+
+if TYPE_CHECKING:
+    from kvloom.probe import Probe
 
 
 @selectors.register("epic")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvloom.probe import Probe
 from kvloom.selectors.base import Selector, selectors
+
+if TYPE_CHECKING:
+    from kvloom.probe import Probe
 
 
 @selectors.register("full")

@@ -1,13 +1,14 @@
-"""InfoFlow KV (arXiv 2603.05353): recompute the rows that the question attends to most, under global positions.
+"""InfoFlow KV (arXiv 2603.05353): recompute the rows that the question attends to most, under global
+positions.
 
-Section numbers are the paper's. The score of a context token is the attention that the question's tokens pay it in the
-spliced cache, keys at their global positions (the GLOBAL geometry of Table 1), averaged over heads and over a set of
-layers. Two reductions over question tokens: "norm", sqrt(sum of squares), is what the authors' code runs; "mass", the
-plain sum, is the paper's Eq. 7.
+Section numbers are the paper's. The score of a context token is the attention that the question's tokens pay
+it in the spliced cache, keys at their global positions (the GLOBAL geometry of Table 1), averaged over heads
+and over a set of layers. Two reductions over question tokens: "norm", sqrt(sum of squares), is what the
+authors' code runs; "mass", the plain sum, is the paper's Eq. 7.
 
-Deviations from the authors' code: scores are causal among question tokens; no budget goes to rows that are exact
-already (header and first chunk); the default scores all layers from a quarter of the depth up instead of the band
-22-25 of 40 that was tuned on one model (`layers="paper"`).
+Deviations from the authors' code: scores are causal among question tokens; no budget goes to rows that are
+exact already (header and first chunk); the default scores all layers from a quarter of the depth up instead
+of the band 22-25 of 40 that was tuned on one model (`layers="paper"`).
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Band(NamedTuple):
 
 def _parse_layers(layers: Layers) -> Band | tuple[int, ...]:
     problem = MethodError(
-        f"infoflow: layers must be 'paper', a band such as '0.25-1' in shares of the depth, or indices such as '17,18', "
+        f"infoflow: layers must be 'paper', a band such as '0.25-1' in shares of the depth, or indices "
+        f"such as '17,18', "
         f"got {layers!r}"
     )
     if layers == "paper":

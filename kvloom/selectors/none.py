@@ -1,14 +1,19 @@
-"""No recompute: chunks are spliced at their global positions and used as they are; the line every method must beat."""
+"""No recompute: chunks are spliced at their global positions and used as they are; the line every method
+must beat.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvloom.probe import Probe
 from kvloom.selectors.base import Selector, selectors
+
+if TYPE_CHECKING:
+    from kvloom.probe import Probe
 
 
 @selectors.register("none")

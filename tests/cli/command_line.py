@@ -8,12 +8,12 @@ import shutil
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
-    from pathlib import Path
 
 
 @dataclass
@@ -44,6 +44,11 @@ class Kvloom:
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
     count: int = 0
+
+    @property
+    def store(self) -> Path:
+        """The folder of the store that is used unless another is named."""
+        return Path(self.env["KVLOOM_CACHE"]) / "store"
 
     def _ask(self, request: dict[str, Any]) -> int:
         assert self.server.stdin is not None

@@ -1,8 +1,8 @@
 """Runs ``kvloom`` command lines in processes of their own, forked from one that has imported everything.
 
 Importing torch and transformers takes seconds, a fork milliseconds; all else is as for a user: own file
-descriptors, environment, signals and exit code. Reads one JSON request a line: ``{"start": {...}}`` answers with
-the process id, ``{"wait": pid}`` with its exit code (negative for a signal).
+descriptors, environment, signals and exit code. Reads one JSON request a line: ``{"start": {...}}`` answers
+with the process id, ``{"wait": pid}`` with its exit code (negative for a signal).
 """
 
 from __future__ import annotations

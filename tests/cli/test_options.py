@@ -1,0 +1,77 @@
+"""The options are frozen here, and every one of them is read by its command."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+from kvloom.cli import app
+
+MODEL = {"--model -m", "--store", "--chunk-tokens", "--dtype", "--device"}
+STORE = {"--store", "--json"}
+OPTIONS = {
+    "": {"--version"},
+    "index": {"source", *MODEL, "--json"},
+    "ask": {
+        "question",
+        "source",
+        *MODEL,
+        *("--selector -s", "--option -o", "--top", "--json"),
+        *("--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--stop"),
+    },
+    "verify": {
+        "source",
+        *MODEL,
+        *("--question -q", "--questions", "--selector -s", "--option -o", "--ratio", "--top", "--json"),
+    },
+    "methods": {"--json"},
+    "demo": {"--questions", "--json"},
+    "store": set(),
+    "store stats": STORE,
+    "store list": STORE,
+    "store rm": {"keys", "--all", "--yes", *STORE},
+    "store verify": STORE,
+}
+
+
+def commands(command: Any = None, name: str = "") -> dict[str, Any]:
+    """Every command by its name, groups included."""
+    command = get_command(app) if command is None else command
+    found = {name: command}
+    for sub_name, sub in getattr(command, "commands", {}).items():
+        found |= commands(sub, f"{name} {sub_name}".strip())
+    return found
+
+
+def test_the_options_are_these() -> None:
+    found = {
+        name: {" ".join(parameter.opts) for parameter in command.params} - {"--help", "-h --help"}
+        for name, command in commands().items()
+    }
+    assert found == OPTIONS
+
+
+def test_every_option_is_read_by_its_command() -> None:
+    for name, command in commands().items():
+        function = inspect.unwrap(command.callback)
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        assert isinstance(tree, ast.FunctionDef)
+        read = {
+            node.id
+            for statement in tree.body
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
+        assert set(inspect.signature(function).parameters) <= read, name
+
+
+def test_every_option_has_help() -> None:
+    for name, command in commands().items():
+        assert all(parameter.help for parameter in command.params), name
+        assert command.help, name
+    assert isinstance(app, typer.Typer)
