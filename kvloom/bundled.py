@@ -47,8 +47,8 @@ def bundled_folder() -> Path:
     _check_packages()
     try:
         models.mkdir(parents=True, exist_ok=True)
-        # A second process waits instead of converting too, and whoever holds the lock knows that any temporary
-        # folder is the leftover of a killed process.
+        # A second process waits instead of converting too, and whoever holds the lock knows that any
+        # temporary folder is the leftover of a killed process.
         with FileLock(models / f"{folder.name}.lock"):
             if not folder.is_dir():
                 _check_hash(gguf_path)
@@ -118,15 +118,15 @@ def _convert(gguf_path: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=gguf_file, config=config, dtype=torch.float32
     )
-    # transformers calls a model read from GGUF quantized, although it is not any more, and refuses to save it.
+    # transformers calls a model read from GGUF quantized, although it is not any more, and will not save it.
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(folder)
 
     # Not AutoTokenizer, which would parse the file twice.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(source, gguf_file=gguf_file)
-    # The file names SmolLM's rule for cutting text, each digit alone before anything else. transformers does not
-    # know that rule and leaves it out, which cuts the blanks before a digit otherwise than in training.
+    # The file names SmolLM's rule for cutting text, each digit alone before anything else. transformers does
+    # not know that rule and leaves it out, which cuts the blanks before a digit otherwise than in training.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -12,7 +12,9 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import iter_modules
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from kvloom.errors import MethodError
@@ -30,10 +32,12 @@ class _UnknownName(MethodError, KeyError):
 class Registry(Mapping[str, type[T]], Generic[T]):
     """A mapping from the names of methods to their classes. `kind` names them in messages: "selector"."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, package: str | None = None) -> None:
+        """Imports every module of `package` on first use, so that a file is registered by being there."""
         self.kind = kind
+        self._package = package
         self._classes: dict[str, type[T]] = {}
-        self._entry_points_loaded = False
+        self._is_loaded = False
 
     def register(self, name: str) -> Callable[[C], C]:
         """Registers the decorated class under `name` and returns it; a name taken is a ``ValueError``."""
@@ -48,28 +52,32 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
         return decorate
 
-    def _load_entry_points(self) -> None:
-        if not self._entry_points_loaded:
-            self._entry_points_loaded = True
-            for entry_point in entry_points(group=f"kvloom.{self.kind}s"):
-                entry_point.load()
+    def _load(self) -> None:
+        if self._is_loaded:
+            return
+        if self._package is not None:
+            for module in iter_modules(import_module(self._package).__path__):
+                import_module(f"{self._package}.{module.name}")
+        for entry_point in entry_points(group=f"kvloom.{self.kind}s"):
+            entry_point.load()
+        self._is_loaded = True
 
     def __getitem__(self, name: str) -> type[T]:
-        self._load_entry_points()
+        self._load()
         if name not in self._classes:
             raise _UnknownName(f"unknown {self.kind} {name!r}{did_you_mean(name, self._classes)}")
         return self._classes[name]
 
     def __contains__(self, name: object) -> bool:
-        self._load_entry_points()
+        self._load()
         return name in self._classes
 
     def __iter__(self) -> Iterator[str]:
-        self._load_entry_points()
+        self._load()
         return iter(sorted(self._classes))
 
     def __len__(self) -> int:
-        self._load_entry_points()
+        self._load()
         return len(self._classes)
 
     def build(self, name: str, options: Mapping[str, Any] | None = None) -> T:

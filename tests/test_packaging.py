@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import kvloom
 from kvloom.bundled import REQUIREMENT
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +32,7 @@ def read_lines(name: str) -> list[dict]:
 
 def test_the_installed_metadata_is_that_of_pyproject() -> None:
     installed = distribution("kvloom")
-    assert installed.version == PROJECT["version"]
+    assert installed.version == kvloom.__version__ == PROJECT["version"]
     (script,) = installed.entry_points.select(group="console_scripts")
     assert (script.name, script.value) == ("kvloom", PROJECT["scripts"]["kvloom"])
 

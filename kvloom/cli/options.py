@@ -23,7 +23,7 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-# Typer's own help option, where it is not given, would import pydantic only to convert nothing; groups have this.
+# Groups have this instead of Typer's own help option, which imports pydantic to convert nothing when not given.
 GroupHelp = Annotated[bool, typer.Option("-h", "--help", help="Show this message and exit.")]
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="Folder, .txt .md .jsonl or .json file, or - for stdin.")

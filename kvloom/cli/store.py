@@ -46,7 +46,7 @@ def stats(store: StoreUrl = None, json: AsJson = False) -> None:
 
 @app.command("list")
 def list_entries(store: StoreUrl = None, json: AsJson = False) -> None:
-    """List entries: key, tokens, bytes, first position, model fingerprint."""
+    """List entries: key, tokens, bytes, first position, model."""
     opened = _open(store)
     heads = [head for key in opened.keys() if (head := opened.describe(key)) is not None]  # noqa: SIM118
     if json:
@@ -89,7 +89,10 @@ def remove(
 
 @app.command()
 def verify(store: StoreUrl = None, json: AsJson = False) -> None:
-    """Read every entry and set the damaged ones aside; exit code 1 when there was one."""
+    """Read every entry and set the damaged ones aside.
+
+    The exit code is 1 when there was one.
+    """
     opened = _open(store)
     with Activity("reading (entries)") as activity:
         rejections = opened.verify(activity.update)

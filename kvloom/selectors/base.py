@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvloom.probe import Probe
 
-selectors: Registry[Selector] = Registry("selector")
+selectors: Registry[Selector] = Registry("selector", "kvloom.selectors")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,7 +181,7 @@ class Store(ABC):
         logger.warning("%s: entry %s %s; it is %s", self.where, rejection.key, rejection.reason, fate)
 
 
-stores: Registry[Store] = Registry("store")
+stores: Registry[Store] = Registry("store", "kvloom.store")
 
 
 def open_store(url: str | Store) -> Store:

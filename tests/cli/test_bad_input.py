@@ -93,7 +93,7 @@ def test_sources_without_a_document(kvloom: Kvloom, tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     picture.write_bytes(b"\x89PNG")
     assert refused(picture).startswith(f"{picture} is not one of .txt, .md")
-    assert refused("-", stdin="") == "standard input holds no document"
+    assert refused("-", stdin="").startswith("standard input holds no document")
 
 
 def test_files_that_cannot_be_used_are_left_out_aloud(kvloom: Kvloom, tiny_model: Path, texts: Path) -> None:

@@ -15,7 +15,7 @@ from kvloom.cli import app
 MODEL = {"--model -m", "--store", "--chunk-tokens", "--dtype", "--device"}
 STORE = {"--store", "--json"}
 OPTIONS = {
-    "": {"--version"},
+    "": {"--version"},  # and everywhere -h, --help
     "index": {"source", *MODEL, "--json"},
     "ask": {
         "question",

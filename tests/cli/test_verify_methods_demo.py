@@ -32,7 +32,7 @@ def test_verify_passes_or_not_by_its_exit_code(kvloom: Kvloom, tiny_model: Path,
     assert list(ratios) == [("none", 0.0), ("infoflow", 0.5), ("infoflow", 1.0)]
     assert ratios["infoflow", 1.0] < 1e-6 < ratios["none", 0.0]
 
-    bad = kvloom(*args, "-s", "none", "-q", "Who built the bridge?", "-q", "Who owned the mill?")
+    bad = kvloom(*args, "-s", "none", "-q", "What did the abbey own?", "-q", "How old is it?")
     assert bad.code == 1
     assert "not passed: Reuse is exact where it claims to be, but none at 0%" in bad.stdout
     assert "moved keys     relative error at most" in bad.stdout
