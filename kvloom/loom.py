@@ -197,6 +197,27 @@ class Loom:
 
     # --- all of it
 
+    def prepare(
+        self, prompt: Prompt, selector: Selector, *, reserve: int = 0, trace: Trace | None = None
+    ) -> tuple[SplicedCache, Tensor]:
+        """The cache of context and question by the given method, and the next-token logits (V,) float32.
+
+        `reserve` is room for the rows of an answer. All that the trace says before decoding is filled in here.
+        """
+        trace = Trace() if trace is None else trace
+        trace.method, trace.question_tokens = repr(selector), len(prompt.question_ids)
+        if selector.reuses:
+            cache = self.splice(prompt, reserve=reserve, trace=trace)
+            rows = self.select(cache, prompt, selector, trace=trace)
+            logits = self.recompute(cache, rows, prompt, trace=trace)
+        else:
+            with trace.seconds.clock("recompute", self.decoder.synchronize):
+                cache, logits = self.full_prefill(prompt, reserve=reserve)
+            trace.context_tokens = trace.recomputed_rows = len(prompt.context_ids)
+            trace.token_layers = prompt.num_tokens * self.decoder.num_layers
+        trace.kv_bytes = cache.num_bytes
+        return cache, logits
+
     def context(
         self, question: str, documents: Sequence[Document | str], *, selector: Selector | str = "infoflow"
     ) -> SplicedCache:
@@ -233,17 +254,8 @@ class Loom:
         chosen, wanted = as_selector(selector, options), Sampling.of(sampling)
         prompt = self.prompt(question, documents)
         self._check_length(prompt, wanted.max_new_tokens)
-        trace = Trace(method=repr(chosen), question_tokens=len(prompt.question_ids))
-        if chosen.reuses:
-            cache = self.splice(prompt, reserve=wanted.max_new_tokens, trace=trace)
-            rows = self.select(cache, prompt, chosen, trace=trace)
-            logits = self.recompute(cache, rows, prompt, trace=trace)
-        else:
-            with trace.seconds.clock("recompute", self.decoder.synchronize):
-                cache, logits = self.full_prefill(prompt, reserve=wanted.max_new_tokens)
-            trace.context_tokens = trace.recomputed_rows = len(prompt.context_ids)
-            trace.token_layers = prompt.num_tokens * self.decoder.num_layers
-        trace.kv_bytes = cache.num_bytes
+        trace = Trace()
+        cache, logits = self.prepare(prompt, chosen, reserve=wanted.max_new_tokens, trace=trace)
         return AnswerStream(self.decoder, self.tokenizer, cache, logits, wanted, trace)
 
     def answer(

@@ -145,12 +145,10 @@ def _look(loom: Loom, prompt: Prompt, method: Selector, full: Tensor, full_s: fl
     if not method.reuses:
         return _Seen(0.0, True, len(prompt.context_ids), 1.0)
     trace = Trace()
-    cache = loom.splice(prompt, trace=trace)
-    rows = loom.select(cache, prompt, method, trace=trace)
-    logits = loom.recompute(cache, rows, prompt, trace=trace)
+    _, logits = loom.prepare(prompt, method, trace=trace)
     trace.seconds.prefill = 0.0  # a cold chunk is the index's cost, not the method's
     agrees = bool(logits.argmax() == full.argmax())
-    return _Seen(kl_divergence(full, logits), agrees, len(rows), trace.seconds.ttft / full_s)
+    return _Seen(kl_divergence(full, logits), agrees, trace.recomputed_rows, trace.seconds.ttft / full_s)
 
 
 def kl_divergence(full: Tensor, other: Tensor) -> float:
