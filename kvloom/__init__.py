@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Answer": "kvloom.trace",
+    "CacheBlend": "kvloom.selectors",
     "ChunkKV": "kvloom.kv",
     "Document": "kvloom.prompt",
     "Epic": "kvloom.selectors",
@@ -33,6 +34,7 @@ _HOMES = {
 
 __all__ = [
     "Answer",
+    "CacheBlend",
     "ChunkKV",
     "Document",
     "Epic",
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from kvloom.prompt import Document as Document
     from kvloom.prompt import Prompt as Prompt
     from kvloom.prompt import PromptFormat as PromptFormat
+    from kvloom.selectors import CacheBlend as CacheBlend
     from kvloom.selectors import Epic as Epic
     from kvloom.selectors import Full as Full
     from kvloom.selectors import InfoFlow as InfoFlow

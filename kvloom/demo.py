@@ -250,6 +250,7 @@ def _footnote(
     return (
         f"{model} ({loom.decoder.num_layers} layers, {loom.decoder.dtype}, {loom.decoder.device}), "
         f"{num_passages} passages of the shipped corpus, {tokens:,.0f} context tokens, {asked} questions, "
-        f"greedy, at most {MAX_NEW_TOKENS} tokens; times of one run, methods taking turns, one round before "
-        f"not counted; `{command}`"
+        f"greedy, at most {MAX_NEW_TOKENS} tokens. + means that the answer holds an accepted one; rows are "
+        "those computed again; times are of one run, the methods taking turns, after one round that does not "
+        f"count. Made by: {command}"
     )

@@ -7,6 +7,7 @@ KVLoomError
 ├── PromptError           the question or the chat template cannot be used
 │   └── ContextTooLong    the prompt does not fit the model's context
 ├── MethodError           unknown method or option, or a value out of range  (also a ValueError)
+├── EvalError             an evaluation set or the folder of a run cannot be used  (also a ValueError)
 └── StoreError            the store cannot be opened, read or written
 
 Each message is one sentence that names the thing, the value got and what to do next; the command line prints
@@ -40,6 +41,10 @@ class ContextTooLong(PromptError):
 
 class MethodError(KVLoomError, ValueError):
     """A method or option is unknown, or a value is out of range."""
+
+
+class EvalError(KVLoomError, ValueError):
+    """An evaluation set, its data or the folder of a run cannot be used."""
 
 
 class StoreError(KVLoomError):

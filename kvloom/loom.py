@@ -10,7 +10,7 @@ SplicedCache --generate--> Answer
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from kvloom.chunk_source import ChunkSource
 from kvloom.errors import ContextTooLong
 from kvloom.generate import AnswerStream, Sampling, SamplingOptions
 from kvloom.hf import Decoder, cat_ids
-from kvloom.layout import contiguous
+from kvloom.layout import LAYOUTS
 from kvloom.loading import load
 from kvloom.probe import Probe
 from kvloom.prompt import Document, Prompt, PromptFormat, header_ids
@@ -40,6 +40,14 @@ if TYPE_CHECKING:
 
     from kvloom.cache import SplicedCache
     from kvloom.verify import Report
+
+
+ORDERING = "hl-tp"
+"""Positions at which documents are compared for reordering: all at the head, the question at the tail
+(section 5).
+"""
+
+Reorder = bool | Literal["chunks"]
 
 
 class Loom:
@@ -130,8 +138,10 @@ class Loom:
 
     # --- chunks -> spliced cache
 
-    def splice(self, prompt: Prompt, *, reserve: int = 0, trace: Trace | None = None) -> SplicedCache:
-        """The prompt's context from stored chunks, keys at their global positions.
+    def splice(
+        self, prompt: Prompt, *, placement: str = "global", reserve: int = 0, trace: Trace | None = None
+    ) -> SplicedCache:
+        """The prompt's context from stored chunks, keys at their global positions or another layout's.
 
         A missing chunk is prefilled and stored; the others are still reused. `reserve` is room for rows
         beyond the question.
@@ -139,7 +149,7 @@ class Loom:
         trace = Trace() if trace is None else trace
         self._check_length(prompt, 0)
         num_header, lengths = len(prompt.header_ids), [len(ids) for ids in prompt.chunk_ids]
-        layout = contiguous(num_header, lengths)
+        layout = LAYOUTS[placement](num_header, lengths)
         cache = self.decoder.new_cache(prompt.num_tokens + reserve)
         cache.announce(prompt.header_ids, torch.arange(num_header), exact=True)
         behind = self._prefill_header()
@@ -148,6 +158,7 @@ class Loom:
                 start == len(behind) == num_header
             )  # computed at this very place behind this very header
             cache.spans.append(cache.announce(ids, start + torch.arange(len(ids)), exact=is_exact))
+        cache.next_position = layout.next_position
         cache.allocate()
         for index, kv in self._supply(prompt, behind, trace):
             rows, start = (range(num_header), 0) if index < 0 else (cache.spans[index], layout.starts[index])
@@ -176,12 +187,49 @@ class Loom:
         """(S,) int64 ascending: the context rows that the selector would recompute; the cache is left as it
         was.
         """
+        return self._select(cache, prompt, as_selector(selector), Trace() if trace is None else trace)[0]
+
+    def _select(
+        self, cache: SplicedCache, prompt: Prompt, selector: Selector, trace: Trace
+    ) -> tuple[Tensor, Probe]:
+        with trace.seconds.clock("score", self.decoder.synchronize):
+            probe = Probe(
+                self.decoder,
+                cache,
+                prompt.question_ids,
+                prompt.question_span,
+                respliced=lambda geometry: self.splice(prompt, placement=geometry),
+            )
+            rows = select(selector, probe)
+        trace.token_layers += probe.cost
+        return rows, probe
+
+    def reorder(
+        self,
+        prompt: Prompt,
+        selector: Selector | str,
+        *,
+        by: Literal["documents", "chunks"] = "documents",
+        trace: Trace | None = None,
+    ) -> Prompt:
+        """The prompt with its chunks in the order that the selector prefers, the best next to the question.
+
+        By documents, the chunks of one document stay together and in order. Raises ``MethodError`` for a
+        selector that has no order.
+        """
         trace = Trace() if trace is None else trace
         with trace.seconds.clock("score", self.decoder.synchronize):
-            probe = Probe(self.decoder, cache, prompt.question_ids, prompt.question_span)
-            rows = select(as_selector(selector), probe)
+            probe = Probe(
+                self.decoder,
+                self.splice(prompt, placement=ORDERING),
+                prompt.question_ids,
+                prompt.question_span,
+                geometry=ORDERING,
+                groups=prompt.groups if by == "documents" else None,
+            )
+            trace.chunk_order = as_selector(selector).order(probe)
         trace.token_layers += probe.cost
-        return rows
+        return prompt.reordered(trace.chunk_order)
 
     def recompute(
         self, cache: SplicedCache, rows: Tensor, prompt: Prompt, *, trace: Trace | None = None
@@ -198,17 +246,23 @@ class Loom:
     # --- all of it
 
     def prepare(
-        self, prompt: Prompt, selector: Selector, *, reserve: int = 0, trace: Trace | None = None
+        self,
+        prompt: Prompt,
+        selector: Selector,
+        *,
+        reorder: Reorder = False,
+        reserve: int = 0,
+        trace: Trace | None = None,
     ) -> tuple[SplicedCache, Tensor]:
         """The cache of context and question by the given method, and the next-token logits (V,) float32.
 
-        `reserve` is room for the rows of an answer. All that the trace says before decoding is filled in here.
+        `reserve` is room for the rows of an answer. All that the trace says before decoding is filled in
+        here.
         """
         trace = Trace() if trace is None else trace
         trace.method, trace.question_tokens = repr(selector), len(prompt.question_ids)
         if selector.reuses:
-            cache = self.splice(prompt, reserve=reserve, trace=trace)
-            rows = self.select(cache, prompt, selector, trace=trace)
+            cache, rows = self._choose(prompt, selector, reorder, reserve, trace)
             logits = self.recompute(cache, rows, prompt, trace=trace)
         else:
             with trace.seconds.clock("recompute", self.decoder.synchronize):
@@ -218,23 +272,44 @@ class Loom:
         trace.kv_bytes = cache.num_bytes
         return cache, logits
 
+    def _choose(
+        self, prompt: Prompt, selector: Selector, reorder: Reorder, reserve: int, trace: Trace
+    ) -> tuple[SplicedCache, Tensor]:
+        """The spliced cache and the rows of it to recompute (S,), with the layers that the method computes
+        in full.
+        """
+        if reorder:
+            by = "documents" if reorder is True else reorder
+            prompt = self.reorder(prompt, selector, by=by, trace=trace)
+        cache = self.splice(prompt, placement=selector.placement, reserve=reserve, trace=trace)
+        rows, probe = self._select(cache, prompt, selector, trace)
+        if selector.fresh_layers and len(rows):
+            with trace.seconds.clock("score", self.decoder.synchronize):
+                for layer, (keys, values) in enumerate(probe.fresh(selector.fresh_layers)):
+                    cache.write(layer, range(cache.num_rows), keys, values)
+        return cache, rows
+
     def context(
-        self, question: str, documents: Sequence[Document | str], *, selector: Selector | str = "infoflow"
+        self,
+        question: str,
+        documents: Sequence[Document | str],
+        *,
+        selector: Selector | str = "infoflow",
+        reorder: Reorder = False,
     ) -> SplicedCache:
         """The repaired context without the question, for
         ``model.generate(**cache.generate_kwargs(question_ids))``.
         """
-        prompt = self.prompt(question, documents)
-        selector = as_selector(selector)
-        if not selector.reuses:
-            cache = self.decoder.new_cache(prompt.num_tokens)
-            ids = prompt.context_ids
-            self.decoder.fill(ids, torch.arange(len(ids)), cache, num_new=len(ids))
-            cache.spans = list(prompt.spans)
-            cache.exact = torch.ones_like(cache.exact)
+        prompt, selector = self.prompt(question, documents), as_selector(selector)
+        self._check_length(prompt, 1)
+        if selector.reuses:
+            cache, rows = self._choose(prompt, selector, reorder, 0, Trace())
+            recompute(self.decoder, cache, rows)
             return cache
-        cache = self.splice(prompt)
-        recompute(self.decoder, cache, self.select(cache, prompt, selector))
+        cache = self.decoder.new_cache(prompt.num_tokens)
+        ids = prompt.context_ids
+        self.decoder.fill(ids, torch.arange(len(ids)), cache, num_new=len(ids))
+        cache.spans, cache.exact = list(prompt.spans), torch.ones_like(cache.exact)
         return cache
 
     def stream(
@@ -244,6 +319,7 @@ class Loom:
         *,
         selector: Selector | str = "infoflow",
         options: Mapping[str, Any] | None = None,
+        reorder: Reorder = False,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
         """The answer as an iterator of text pieces; its `answer` is complete when the iterator is.
@@ -255,7 +331,9 @@ class Loom:
         prompt = self.prompt(question, documents)
         self._check_length(prompt, wanted.max_new_tokens)
         trace = Trace()
-        cache, logits = self.prepare(prompt, chosen, reserve=wanted.max_new_tokens, trace=trace)
+        cache, logits = self.prepare(
+            prompt, chosen, reorder=reorder, reserve=wanted.max_new_tokens, trace=trace
+        )
         return AnswerStream(self.decoder, self.tokenizer, cache, logits, wanted, trace)
 
     def answer(
@@ -265,10 +343,18 @@ class Loom:
         *,
         selector: Selector | str = "infoflow",
         options: Mapping[str, Any] | None = None,
+        reorder: Reorder = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
-        """The answer to the question over the documents, in the order given."""
-        stream = self.stream(question, documents, selector=selector, options=options, **sampling)
+        """The answer to the question over the documents, in the order given unless `reorder` asks for
+        another.
+
+        `reorder=True` puts the documents that the question attends to most next to it; "chunks" does so with
+        the chunks of each document too, which breaks up their text.
+        """
+        stream = self.stream(
+            question, documents, selector=selector, options=options, reorder=reorder, **sampling
+        )
         for _ in stream:
             pass
         return stream.answer

@@ -9,7 +9,7 @@ in place of the passages and the question, and the rendered text is cut at the m
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,7 @@ from torch import Tensor
 from kvloom.errors import DocumentError, MethodError, PromptError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kvloom.tokenizer import Tokenizer
 
@@ -83,6 +83,26 @@ class Prompt:
         for document, span in zip(self.chunk_documents, self.spans, strict=True):
             spans[document] = range(spans.get(document, span).start, span.stop)
         return [spans[document] for document in sorted(spans)]
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The chunk indices of each document, in context order."""
+        groups: dict[int, list[int]] = {}
+        for index, document in enumerate(self.chunk_documents):
+            groups.setdefault(document, []).append(index)
+        return list(groups.values())
+
+    def reordered(self, order: Sequence[int]) -> Prompt:
+        """The same prompt with the chunks in another order: `order` lists each chunk index once."""
+        if sorted(order) != list(range(len(self.chunk_ids))):
+            raise PromptError(
+                f"an order must name each of {len(self.chunk_ids)} chunks once, got {list(order)}"
+            )
+        return replace(
+            self,
+            chunk_ids=[self.chunk_ids[index] for index in order],
+            chunk_documents=tuple(self.chunk_documents[index] for index in order),
+        )
 
     @property
     def num_tokens(self) -> int:

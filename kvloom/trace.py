@@ -57,6 +57,7 @@ class Trace:
         0  # rows x layers computed for this question: chosen rows, question, scoring and check layers
     )
     kv_bytes: int = 0  # of the cache that answered, context and question
+    chunk_order: list[int] = field(default_factory=list)  # chunks as read, when they were reordered
     finish_reason: str = ""  # "eos", "stop" or "length"
     seconds: Seconds = field(default_factory=Seconds)
 

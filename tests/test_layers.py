@@ -20,7 +20,7 @@ LAYERS = [
     {"probe", "families", "chunk_source"},
     {"selectors"},
     {"documents", "loom", "prompt", "retrieve", "verify"},
-    {"demo"},
+    {"demo", "eval"},
     {"cli", "__main__"},
 ]
 """Rooms from the ground up. A chunk source uses prefill and a store; methods see a probe and never the

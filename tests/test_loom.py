@@ -8,13 +8,15 @@ import torch
 from byte_tokenizer import ByteTokenizer
 from tiny_models import DOCUMENTS, FAMILIES, FLOAT32, QUESTION, build, difference, loom_of
 
+from kvloom.attention import Packed
 from kvloom.errors import ContextTooLong, DocumentError, MethodError, PromptError, StoreError
 from kvloom.kv import ChunkKV
 from kvloom.loom import Loom
 from kvloom.prompt import Document, PromptFormat
-from kvloom.selectors import InfoFlow
+from kvloom.selectors import InfoFlow, NoRecompute
 from kvloom.store import open_store
 from kvloom.store.memory import MemoryStore
+from kvloom.trace import Trace
 
 
 class CountingStore(MemoryStore):
@@ -321,3 +323,84 @@ def test_half_precision_models(dtype: torch.dtype, tmp_path: Any) -> None:
     assert difference(logits, expected) < tolerance
     for layer in range(3):
         assert difference(cache.keys(layer).float(), full.keys(layer).float()) < tolerance
+
+
+# --- reordering and layouts
+
+
+def test_reordering_reads_the_documents_in_the_methods_order() -> None:
+    loom = loom_of("llama")
+    prompt = loom.prompt(QUESTION, DOCUMENTS)
+    reordered = loom.reorder(prompt, InfoFlow(ratio=0.2))
+    order = list(reordered.chunk_documents)
+    assert sorted(order) == [0, 1, 2, 3]
+    assert order != [0, 1, 2, 3], "this case could not fail"
+    answer = loom.answer(QUESTION, DOCUMENTS, reorder=True, selector=InfoFlow(ratio=0.2), max_new_tokens=6)
+    by_hand = loom.answer(
+        QUESTION, [DOCUMENTS[i] for i in order], selector=InfoFlow(ratio=0.2), max_new_tokens=6
+    )
+    assert answer.token_ids == by_hand.token_ids
+    assert answer.trace.chunk_order == order
+    scoring = prompt.question_span.stop * 3
+    assert answer.trace.token_layers == by_hand.trace.token_layers + scoring
+
+
+def test_chunks_of_one_document_keep_their_order_unless_asked() -> None:
+    loom = loom_of("llama", prompt_format=PromptFormat(chunk_tokens=48))
+    prompt = loom.prompt(QUESTION, ["\n\n".join(DOCUMENTS), DOCUMENTS[0]])
+    count = len(prompt.chunk_ids)
+    assert count > 4
+    whole = loom.reorder(prompt, InfoFlow(ratio=0.2))
+    assert list(whole.chunk_documents) in (
+        sorted(whole.chunk_documents),
+        sorted(whole.chunk_documents, reverse=True),
+    )
+    for document in (0, 1):
+        own = [ids for ids, d in zip(whole.chunk_ids, whole.chunk_documents, strict=True) if d == document]
+        before = [
+            ids for ids, d in zip(prompt.chunk_ids, prompt.chunk_documents, strict=True) if d == document
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(own, before, strict=True))
+    trace = Trace()
+    loom.reorder(prompt, InfoFlow(ratio=0.2), by="chunks", trace=trace)
+    assert sorted(trace.chunk_order) == list(range(count))
+
+
+def test_the_identity_order_changes_nothing() -> None:
+    loom = loom_of("llama")
+    prompt = loom.prompt(QUESTION, DOCUMENTS)
+    order = list(loom.reorder(prompt, "infoflow").chunk_documents)
+    documents = [DOCUMENTS[index] for index in order]
+    again = loom.reorder(loom.prompt(QUESTION, documents), "infoflow")
+    if list(again.chunk_documents) == [0, 1, 2, 3]:
+        reordered = loom.answer(QUESTION, documents, reorder=True, max_new_tokens=4)
+        assert reordered.token_ids == loom.answer(QUESTION, documents, max_new_tokens=4).token_ids
+    same = prompt.reordered(range(4))
+    assert torch.equal(same.token_ids, prompt.token_ids)
+    with pytest.raises(PromptError, match="each of 4 chunks once"):
+        prompt.reordered([0, 1, 2, 2])
+    with pytest.raises(MethodError, match="epic does not reorder"):
+        loom.answer(QUESTION, DOCUMENTS, selector="epic", reorder=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "distance"), [("pcw", "longest"), ("composite", "total"), ("global", "total")]
+)
+def test_layouts_without_recompute(layout: Any, distance: str) -> None:
+    """The oracle packs the chunks into one forward at their positions, so no key is moved there."""
+    loom = loom_of("llama")
+    prompt = loom.prompt(QUESTION, DOCUMENTS)
+    lengths = [len(ids) for ids in prompt.chunk_ids]
+    cache, logits = loom.prepare(prompt, NoRecompute(layout=layout))
+    end = 1 + (max(lengths) if distance == "longest" else sum(lengths))
+    assert cache.positions[len(prompt.context_ids)] == end
+    if layout == "global":
+        return
+    packed = loom.decoder.new_cache(prompt.num_tokens)
+    loom.decoder.fill(prompt.header_ids, torch.arange(1), packed, num_new=1)
+    ids = torch.cat(prompt.chunk_ids)
+    positions = torch.cat([1 + torch.arange(length) for length in lengths])
+    loom.decoder.fill(ids, positions, packed, num_new=len(ids), plan=lambda _: Packed(lengths))
+    places = end + torch.arange(len(prompt.question_ids))
+    expected = loom.decoder.forward(prompt.question_ids, places, packed, num_new=len(places))
+    assert difference(logits, expected) < FLOAT32

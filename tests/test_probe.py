@@ -3,14 +3,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from tiny_models import DOCUMENTS, FLOAT32, QUESTION, difference
 
 from kvloom.errors import MethodError
+from kvloom.layout import LAYOUTS
 from kvloom.probe import Probe
 
 if TYPE_CHECKING:
-    import torch
-
     from kvloom.loom import Loom
 
 
@@ -26,7 +26,7 @@ def test_reductions_are_those_of_the_whole_maps(llama_loom: Loom) -> None:
     """
     probe, _ = probe_of(llama_loom)
     maps = probe.attention()
-    norm, mass = probe.reduced("norm"), probe.reduced("mass")
+    norm, mass = probe.reduced("norm", "mass")
     for layer, attention in maps.items():  # (H, G, Q, T)
         assert attention.shape == (2, 2, len(QUESTION) + 1, probe.num_rows)
         mean = attention.mean((0, 1))
@@ -48,7 +48,7 @@ def test_only_the_question_or_the_whole_suffix_is_heard(llama_loom: Loom) -> Non
 def test_later_question_tokens_do_not_change_what_earlier_ones_see(llama_loom: Loom) -> None:
     probe, question_ids = probe_of(llama_loom)
     whole = probe.attention(query="suffix")
-    shorter = Probe(llama_loom.decoder, probe._cache, question_ids[:5], range(5)).attention(query="suffix")
+    shorter = Probe(llama_loom.decoder, probe._spliced, question_ids[:5], range(5)).attention(query="suffix")
     for layer in whole:
         assert difference(shorter[layer], whole[layer][:, :, :5]) < FLOAT32
 
@@ -80,11 +80,76 @@ def test_fresh_is_the_beginning_of_a_full_prefill(llama_loom: Loom) -> None:
 
 def test_unknown_wishes_are_refused(llama_loom: Loom) -> None:
     probe, _ = probe_of(llama_loom)
-    with pytest.raises(MethodError, match="unknown reduction 'max'; there are: mass, norm"):
+    with pytest.raises(MethodError, match="unknown reduction 'max'; there are: entropy, mass, norm, values"):
         probe.reduced("max")
     with pytest.raises(MethodError, match=r"lie in 0\.\.2, got \[3\]"):
         probe.reduced("norm", layers=[3])
     with pytest.raises(MethodError, match="unknown query"):
         probe.reduced("norm", query="answer")
-    with pytest.raises(MethodError, match="unknown geometry 'local'; there are: global"):
+    with pytest.raises(MethodError, match="unknown geometry 'local'"):
         probe.attention("local")
+
+
+def test_value_weighted_and_entropy_reductions_by_the_whole_maps(llama_loom: Loom) -> None:
+    probe, _ = probe_of(llama_loom)
+    maps = probe.attention()
+    entropy, values = probe.reduced("entropy", "values", layers=[0, 2])
+    for plane, layer in enumerate((0, 2)):
+        mean = maps[layer].mean((0, 1))
+        assert difference(entropy[plane], -(mean * mean.log()).sum(0)) < FLOAT32
+        norms = probe.values(layer).norm(dim=-1)  # (H, T)
+        expected = (maps[layer].sum((1, 2)) * norms).sum(0)
+        assert difference(values[plane], expected) < FLOAT32
+
+
+@pytest.mark.parametrize("geometry", sorted(LAYOUTS))
+def test_scores_under_a_geometry_are_those_of_chunks_computed_at_its_positions(
+    llama_loom: Loom, geometry: str
+) -> None:
+    """The oracle moves no key: chunks are prefilled at the geometry's positions, and the question runs over
+    them.
+    """
+    prompt = llama_loom.prompt(QUESTION, DOCUMENTS)
+    spliced = llama_loom.splice(prompt)
+    before = [spliced.keys(layer).clone() for layer in range(3)]
+    probe = Probe(
+        llama_loom.decoder,
+        spliced,
+        prompt.question_ids,
+        prompt.question_span,
+        respliced=lambda name: llama_loom.splice(prompt, placement=name),
+    )
+    lengths = [len(ids) for ids in prompt.chunk_ids]
+    layout = LAYOUTS[geometry](1, lengths)
+    cache = llama_loom.decoder.new_cache(prompt.num_tokens)
+    llama_loom.decoder.fill(prompt.header_ids, torch.arange(1), cache, num_new=1)
+    for ids, start in zip(prompt.chunk_ids, layout.starts, strict=True):
+        alone = llama_loom.decoder.new_cache(len(ids) + 1)
+        positions = start + torch.arange(len(ids))
+        llama_loom.decoder.fill(prompt.header_ids, torch.arange(start - 1, start), alone, num_new=1)
+        llama_loom.decoder.fill(ids, positions, alone, num_new=len(ids))
+        rows = cache.announce(ids, positions)
+        cache.allocate()
+        for layer in range(3):
+            cache.write(layer, rows, alone.keys(layer)[:, 1:], alone.values(layer)[:, 1:])
+    cache.next_position = layout.next_position
+    expected = Probe(llama_loom.decoder, cache, prompt.question_ids, prompt.question_span).attention()
+    got = probe.attention(geometry)
+    for layer in range(3):
+        assert difference(got[layer], expected[layer]) < FLOAT32
+        assert torch.equal(spliced.keys(layer), before[layer]), "scoring leaves the cache untouched"
+    if geometry != "global":
+        assert difference(got[2], probe.attention()[2]) > 100 * FLOAT32
+
+
+def test_geometries_agree_on_a_single_chunk(llama_loom: Loom) -> None:
+    prompt = llama_loom.prompt(QUESTION, DOCUMENTS[:1])
+    probe = Probe(
+        llama_loom.decoder,
+        llama_loom.splice(prompt),
+        prompt.question_ids,
+        prompt.question_span,
+        respliced=lambda name: llama_loom.splice(prompt, placement=name),
+    )
+    for geometry in LAYOUTS:
+        assert difference(probe.reduced("norm", geometry=geometry), probe.reduced("norm")) < FLOAT32

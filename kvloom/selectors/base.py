@@ -38,6 +38,25 @@ class Selector(ABC):
     def score(self, probe: Probe) -> Tensor:
         """(T,) float32, one per context row, higher = recompute first."""
 
+    def order(self, probe: Probe) -> list[int]:
+        """Chunk indices in the order in which the context should be read; chunks of a group stay together.
+
+        Raises ``MethodError`` unless the method defines one.
+        """
+        raise MethodError(f"{self.name} does not reorder documents; infoflow does")
+
+    @property
+    def placement(self) -> str:
+        """Name of the positions at which chunks are spliced; see `kvloom.layout`."""
+        return "global"
+
+    @property
+    def fresh_layers(self) -> int:
+        """The first layers whose freshly computed KV, of all rows, replaces the stored one before
+        recomputing.
+        """
+        return 0
+
     def budget(self, probe: Probe) -> int:
         """Rows to recompute; at least one for any ratio above 0, so that a short context is repaired at
         all.

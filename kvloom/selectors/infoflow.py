@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvloom.errors import MethodError
-from kvloom.probe import REDUCTIONS, Probe
+from kvloom.layout import LAYOUTS
+from kvloom.probe import QUERIES, REDUCTIONS, Probe
 from kvloom.selectors.base import Selector, selectors
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 Layers = str | tuple[int, ...] | tuple[float, float]
 
@@ -32,28 +36,59 @@ Layers = str | tuple[int, ...] | tuple[float, float]
 class InfoFlow(Selector):
     """Scores rows by the question's attention to them."""
 
-    reduction: Literal["norm", "mass"] = "norm"
+    reduction: Literal["norm", "mass", "entropy", "values", "combined"] = "norm"
     layers: Layers = "0.25-1"  # "paper", a band FROM-TO in shares of the depth, or layer indices "17,18,19"
-    query: Literal["question", "suffix"] = (
-        "question"  # whose attention: the raw question's tokens, or all after the chunks
-    )
+    query: Literal["question", "suffix"] = "question"  # the raw question's tokens, or all after the chunks
+    geometry: Literal["global", "hl-hp", "hl-tp", "tl-tp"] = "global"  # positions while scoring
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reduction not in REDUCTIONS:
-            raise MethodError(
-                f"infoflow: reduction must be one of {', '.join(REDUCTIONS)}, got {self.reduction!r}"
-            )
-        if self.query not in ("question", "suffix"):
-            raise MethodError(f"infoflow: query must be question or suffix, got {self.query!r}")
+        self._check("reduction", (*REDUCTIONS, "combined"))
+        self._check("query", QUERIES)
+        self._check("geometry", LAYOUTS)
         if isinstance(self.layers, list):
             object.__setattr__(self, "layers", tuple(self.layers))
         _parse_layers(self.layers)
 
+    def _check(self, option: str, allowed: Collection[str]) -> None:
+        if getattr(self, option) not in allowed:
+            value = getattr(self, option)
+            raise MethodError(f"infoflow: {option} must be one of {', '.join(allowed)}, got {value!r}")
+
     def score(self, probe: Probe) -> Tensor:
+        return self._score(probe, self.geometry)
+
+    def _score(self, probe: Probe, geometry: str) -> Tensor:
+        reductions = COMBINED if self.reduction == "combined" else (self.reduction,)
         layers = resolve_layers(self.layers, probe.num_layers)
-        scores = probe.reduced(self.reduction, layers=layers, query=self.query)
-        return torch.stack([scores[layer] for layer in layers]).mean(0)
+        scores = probe.reduced(*reductions, geometry=geometry, layers=layers, query=self.query).mean(1)
+        return scores[0] if len(scores) == 1 else _rescaled(scores).mean(0)
+
+    def order(self, probe: Probe) -> list[int]:
+        """Chunks by hit rate under HL-TP, richest last, next to the question (section 4.3).
+
+        The hit rate is the share of a group's rows among the best `ratio` of all rows, exact ones included;
+        ties keep their order. Groups move as wholes.
+        """
+        scores = self._score(probe, "hl-tp")
+        is_hit = torch.zeros(probe.num_rows)
+        is_hit[scores.sort(descending=True, stable=True).indices[: self.budget(probe)]] = 1
+        rates = []
+        for group in probe.groups:
+            rows = torch.cat([is_hit[probe.spans[index].start : probe.spans[index].stop] for index in group])
+            rates.append(float(rows.mean()))
+        ranked = sorted(range(len(rates)), key=rates.__getitem__)
+        return [index for place in ranked for index in probe.groups[place]]
+
+
+COMBINED = ("entropy", "norm", "values")
+"""What the authors' "combined" score averages, each scaled to 0..1 over the context."""
+
+
+def _rescaled(scores: Tensor) -> Tensor:
+    """Each row of (R, T) scaled to 0..1; a constant row becomes 0."""
+    low, high = scores.amin(1, keepdim=True), scores.amax(1, keepdim=True)
+    return (scores - low) / (high - low).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def resolve_layers(layers: Layers, num_layers: int) -> tuple[int, ...]:

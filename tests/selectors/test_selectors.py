@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tiny_models import DOCUMENTS, QUESTION
+from tiny_models import DOCUMENTS, FLOAT32, QUESTION, difference
 from torch import Tensor
 
 import kvloom.selectors
 from kvloom.errors import MethodError
 from kvloom.probe import Probe
-from kvloom.selectors import Epic, InfoFlow, NoRecompute, Random, Selector, select, selectors
+from kvloom.selectors import CacheBlend, Epic, InfoFlow, NoRecompute, Random, Selector, select, selectors
 from kvloom.selectors.infoflow import resolve_layers
+from kvloom.trace import Trace
 
 if TYPE_CHECKING:
     from kvloom.loom import Loom
@@ -33,11 +34,12 @@ class FakeProbe:
         self.spans = [range(2, 8), range(8, 12)]
         self.exact = torch.arange(self.num_rows) < 2
         self.asked: list[Any] = []
+        self.groups: list[list[int]] = []
 
-    def reduced(self, reduction: str, *, layers: tuple[int, ...], query: str) -> dict[int, Tensor]:
-        self.asked.append((reduction, layers, query))
+    def reduced(self, *reductions: str, geometry: str, layers: tuple[int, ...], query: str) -> Tensor:
+        self.asked.append((reductions, geometry, layers, query))
         assert self.weights is not None
-        return {layer: self.weights[layer] for layer in layers}
+        return self.weights[list(layers)][None].expand(len(reductions), -1, -1)
 
 
 def chosen(selector: Selector, probe: FakeProbe) -> list[int]:
@@ -129,7 +131,7 @@ def test_infoflow_averages_the_layers_it_is_told_to() -> None:
     assert chosen(InfoFlow(ratio=1 / 12, layers="0-1"), FakeProbe(weights)) == [9]
     probe = FakeProbe(weights)
     chosen(InfoFlow(reduction="mass", query="suffix"), probe)
-    assert probe.asked == [("mass", (1, 2, 3), "suffix")]
+    assert probe.asked == [(("mass",), "global", (1, 2, 3), "suffix")]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +198,63 @@ def test_epic_spends_nothing_on_an_exact_chunk() -> None:
     assert chosen(Epic(k=2), probe) == [8, 9]
 
 
+def test_cacheblend_takes_the_rows_whose_values_change_most() -> None:
+    """Squared differences summed over heads and channels, by hand: row 4 changes by 2^2 + 2^2, row 9 by 3^2
+    in one.
+    """
+    stored = torch.zeros(2, 12, 2)
+    fresh_keys, fresh_values = torch.zeros(2, 12, 2), torch.zeros(2, 12, 2)
+    fresh_values[0, 4, 0] = fresh_values[1, 4, 1] = 2
+    fresh_values[1, 9, 0] = -3
+    fresh_values[0, 0, 0] = 100  # exact already, never taken
+    fresh_keys[0, 6, 0] = 1
+
+    class Changing(FakeProbe):
+        def fresh(self, num_layers: int) -> list[tuple[Tensor, Tensor]]:
+            self.asked.append(num_layers)
+            return [(stored, stored)] * (num_layers - 1) + [(fresh_keys, fresh_values)]
+
+        def values(self, layer: int) -> Tensor:
+            return stored
+
+        keys = values
+
+    probe = Changing()
+    assert CacheBlend().score(probe)[[4, 9]].tolist() == [8, 9]  # type: ignore[arg-type]
+    assert chosen(CacheBlend(ratio=2 / 12), probe) == [4, 9]
+    assert chosen(CacheBlend(ratio=1 / 12), probe) == [9]
+    assert chosen(CacheBlend(ratio=1 / 12, deviation="keys"), probe) == [6]
+    assert chosen(CacheBlend(ratio=1 / 12, check_layer=3), probe) == [9]
+    assert probe.asked == [2, 2, 2, 2, 4]
+    for options, message in (
+        ({"check_layer": 0}, "at least 1"),
+        ({"deviation": "both"}, "must be values or keys"),
+    ):
+        with pytest.raises(MethodError, match=message):
+            CacheBlend(**options)
+    with pytest.raises(MethodError, match="check_layer is 4, but the model has layers 0 to 3"):
+        chosen(CacheBlend(check_layer=4), probe)
+
+
+def test_cacheblend_computes_its_first_layers_in_full(llama_loom: Loom) -> None:
+    """So the KV of layers 0 and 1 is that of a full prefill in every row, and that of layer 2 in the chosen
+    rows.
+    """
+    prompt = llama_loom.prompt(QUESTION, DOCUMENTS)
+    full, _ = llama_loom.full_prefill(prompt)
+    trace = Trace()
+    cache, _ = llama_loom.prepare(prompt, CacheBlend(ratio=0.2), trace=trace)
+    rows = llama_loom.select(llama_loom.splice(prompt), prompt, CacheBlend(ratio=0.2))
+    context = slice(0, len(prompt.context_ids))
+    for layer in (0, 1):
+        assert difference(cache.keys(layer)[:, context], full.keys(layer)[:, context]) < FLOAT32
+        assert difference(cache.values(layer)[:, context], full.values(layer)[:, context]) < FLOAT32
+    assert difference(cache.values(2)[:, rows], full.values(2)[:, rows]) < FLOAT32
+    assert difference(cache.values(2)[:, context], full.values(2)[:, context]) > 100 * FLOAT32
+    num_rows, num_question = len(rows), len(prompt.question_ids)
+    assert trace.token_layers == 2 * len(prompt.context_ids) + 3 * (num_rows + num_question)
+
+
 def test_random_is_seeded() -> None:
     probe = FakeProbe()
     assert chosen(Random(ratio=0.4), probe) == chosen(Random(ratio=0.4), probe)
@@ -205,6 +264,42 @@ def test_random_is_seeded() -> None:
         counts[chosen(Random(ratio=0.25, seed=seed), probe)] += 1
     assert counts[:2].sum() == 0
     assert (counts[2:] - 120).abs().max() < 40, "every other row is as likely as another"
+
+
+def test_order_puts_the_chunk_with_the_highest_hit_rate_last() -> None:
+    """Budget 3 of 12: two of the four rows of the second chunk are hits, one of the six of the first."""
+    weights = torch.tensor([[0, 0, 9, 0, 0, 0, 0, 0, 8, 7, 0, 0]]).float().expand(4, -1)
+    probe = FakeProbe(weights)
+    probe.groups = [[0], [1]]
+    assert InfoFlow(ratio=0.25).order(probe) == [0, 1]  # type: ignore[arg-type]
+    swapped = FakeProbe(torch.tensor([[0, 0, 9, 8, 7, 0, 0, 0, 0, 0, 0, 0]]).float().expand(4, -1))
+    swapped.groups = [[0], [1]]
+    assert InfoFlow(ratio=0.25).order(swapped) == [1, 0]  # type: ignore[arg-type]
+    assert swapped.asked == [(("norm",), "hl-tp", (1, 2, 3), "question")]
+    tied = FakeProbe(torch.tensor([[9, 8, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0]]).float().expand(4, -1))
+    tied.spans, tied.groups = [range(3, 5), range(5, 8), range(8, 12)], [[0, 2], [1]]
+    assert InfoFlow(ratio=0.25).order(tied) == [0, 2, 1], "ties keep their order, groups stay together"  # type: ignore[arg-type]
+    with pytest.raises(MethodError, match="epic does not reorder"):
+        Epic().order(probe)  # type: ignore[arg-type]
+
+
+def test_combined_averages_scores_scaled_to_the_same_range() -> None:
+    planes = torch.tensor([[0, 0, 1, 0, 2], [5, 5, 9, 5, 5], [3, 3, 3, 3, 3]]).float()
+
+    class Planes(FakeProbe):
+        def reduced(self, *reductions: str, **_: Any) -> Tensor:
+            assert reductions == ("entropy", "norm", "values")
+            return planes[:, None].expand(-1, 3, -1)
+
+    score = InfoFlow(reduction="combined").score(Planes())  # type: ignore[arg-type]
+    assert torch.allclose(score, torch.tensor([0, 0, 0.5 + 1, 0, 1]) / 3)
+
+
+def test_none_has_no_ratio_and_a_layout() -> None:
+    assert NoRecompute(layout="pcw").placement == "hl-hp"
+    assert NoRecompute(layout="composite").placement == "hl-tp"
+    with pytest.raises(MethodError, match="layout must be one of global, pcw, composite"):
+        NoRecompute(layout="circle")  # type: ignore[arg-type]
 
 
 def test_none_has_no_ratio() -> None:
