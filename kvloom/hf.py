@@ -201,6 +201,15 @@ class Decoder:
         output = self._run(self.model, token_ids, positions, cache, plan, logits_to_keep=1)
         return output.logits[0, -1].float()
 
+    def follow(self, token_ids: Tensor, cache: SplicedCache) -> Tensor:
+        """(S, V) float32 logits after each of token_ids (S,), which go on after the cache and are appended
+        to it.
+        """
+        positions = cache.next_position + torch.arange(len(token_ids))
+        plan = self._announced(token_ids, positions, cache, len(token_ids))
+        output = self._run(self.model, token_ids, positions, cache, plan, logits_to_keep=len(token_ids))
+        return output.logits[0].float()
+
     def fill(
         self,
         token_ids: Tensor,

@@ -121,7 +121,7 @@ class Loom:
         """The token ids of header, chunks and question, the same for every method."""
         return build_prompt(self.tokenizer, self.prompt_format, question, documents)
 
-    def _check_length(self, prompt: Prompt, max_new_tokens: int) -> None:
+    def check_length(self, prompt: Prompt, max_new_tokens: int) -> None:
         """Raises ``ContextTooLong``, before any work, when prompt and answer do not fit the model."""
         limit = self.decoder.max_length
         if limit is None or prompt.num_tokens + max_new_tokens <= limit:
@@ -147,7 +147,7 @@ class Loom:
         beyond the question.
         """
         trace = Trace() if trace is None else trace
-        self._check_length(prompt, 0)
+        self.check_length(prompt, 0)
         num_header, lengths = len(prompt.header_ids), [len(ids) for ids in prompt.chunk_ids]
         layout = LAYOUTS[placement](num_header, lengths)
         cache = self.decoder.new_cache(prompt.num_tokens + reserve)
@@ -171,7 +171,7 @@ class Loom:
         """The reference: the cache of the whole prompt, computed at once, and its next-token logits (V,)
         float32.
         """
-        self._check_length(prompt, 0)
+        self.check_length(prompt, 0)
         cache = self.decoder.new_cache(prompt.num_tokens + reserve)
         positions = torch.arange(prompt.num_tokens)
         logits = self.decoder.forward(prompt.token_ids, positions, cache, num_new=prompt.num_tokens)
@@ -301,7 +301,7 @@ class Loom:
         ``model.generate(**cache.generate_kwargs(question_ids))``.
         """
         prompt, selector = self.prompt(question, documents), as_selector(selector)
-        self._check_length(prompt, 1)
+        self.check_length(prompt, 1)
         if selector.reuses:
             cache, rows = self._choose(prompt, selector, reorder, 0, Trace())
             recompute(self.decoder, cache, rows)
@@ -329,7 +329,7 @@ class Loom:
         """
         chosen, wanted = as_selector(selector, options), Sampling.of(sampling)
         prompt = self.prompt(question, documents)
-        self._check_length(prompt, wanted.max_new_tokens)
+        self.check_length(prompt, wanted.max_new_tokens)
         trace = Trace()
         cache, logits = self.prepare(
             prompt, chosen, reorder=reorder, reserve=wanted.max_new_tokens, trace=trace

@@ -96,8 +96,8 @@ REDUCTIONS: dict[str, Callable[[Tensor], _Listener]] = {
 }
 """How a layer's attention becomes a score per context token, given the layer's values (H, T, D).
 
-"norm" is what the InfoFlow authors' code runs (head mean, then L2 over question tokens), "mass" the paper's Eq. 7 (a
-column sum), "entropy" and "values" their other scores (dossier names: entropy, vatp).
+"norm" is what the InfoFlow authors' code runs (head mean, then L2 over question tokens), "mass" the paper's
+Eq. 7 (a column sum), "entropy" and "values" the authors' other scores.
 """
 
 QUERIES = ("question", "suffix")

@@ -62,7 +62,7 @@ def test_an_exception_inside_overwriting_leaves_no_rows_behind() -> None:
 def test_untouched_takes_back_what_was_appended_even_after_an_exception() -> None:
     cache = filled()
     before = [(cache.keys(layer).clone(), cache.values(layer).clone()) for layer in range(2)]
-    with pytest.raises(RuntimeError, match="half way"), cache.untouched():
+    with pytest.raises(RuntimeError, match="half way"), cache.untouched():  # noqa: PT012
         cache.announce(torch.tensor([9, 9]), torch.tensor([6, 7]), exact=True)
         cache.update(*new_rows(1, 2), 0)
         assert cache.num_rows == 8

@@ -50,7 +50,7 @@ app = typer.Typer(
 app.add_typer(store_commands.app, name="store")
 
 
-def main(args: list[str] | None = None) -> NoReturn:
+def run(args: list[str] | None = None) -> NoReturn:
     """The command line; the process ends with its exit code."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # file names need not be UTF-8
@@ -147,8 +147,8 @@ def ask(
 ) -> None:
     """Answer a question over documents, from stored KV.
 
-    What is not stored yet is computed, and stored for the next question. The answer goes to stdout, and a line
-    on how it came about to stderr.
+    What is not stored yet is computed, and stored for the next question. The answer goes to stdout, and a
+    line on how it came about to stderr.
     """
     name = session.need_model(model)
     check_source(source)

@@ -23,7 +23,7 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-# Groups have this instead of Typer's own help option, which imports pydantic to convert nothing when not given.
+# Groups have this instead of Typer's own help option, which imports pydantic even when not given.
 GroupHelp = Annotated[bool, typer.Option("-h", "--help", help="Show this message and exit.")]
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="Folder, .txt .md .jsonl or .json file, or - for stdin.")

@@ -204,31 +204,26 @@ def print_demo(report: DemoReport) -> None:
     from rich.text import Text
 
     out = console()
+    stages = [
+        stage
+        for stage in STAGES
+        if any(run.seconds[stage] for asked in report.questions for run in asked.runs)
+    ]
     for asked in report.questions:
         out.print()
         out.print(Text(asked.question, style="bold"), Text(f"({' / '.join(asked.answers)})", style="dim"))
-        table = Table(
-            "",
-            "answer",
-            "TTFT s",
-            "of it",
-            "rows recomputed",
-            "KL",
-            show_edge=False,
-            show_lines=True,
-            expand=True,
-        )
-        for column in (2, 4, 5):
-            table.columns[column].justify = "right"
-        table.columns[1].ratio, table.columns[3].ratio = 2, 2
+        table = Table("", "answer", "TTFT s", *(stage.replace("_", " ") for stage in stages), "rows", "KL")
+        table.show_edge, table.show_lines, table.expand, table.columns[1].ratio = False, True, True, 1
+        for column in table.columns[2:]:
+            column.justify = "right"
         for run in asked.runs:
             mark = Text("+ ", style="green") if run.is_right else Text("- ", style="red")
             table.add_row(
                 run.label,
                 mark.append(run.answer, style="default"),
                 f"{run.seconds['ttft']:.2f}",
-                parts(run.seconds),
-                f"{run.recomputed_rows:,} of {run.context_tokens:,}",
+                *(f"{run.seconds[stage]:.2f}" if run.seconds[stage] else "" for stage in stages),
+                f"{run.recomputed_rows:,}",
                 f"{run.kl:.3f}",
             )
         out.print(table)

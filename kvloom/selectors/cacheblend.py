@@ -39,7 +39,8 @@ class CacheBlend(Selector):
             raise MethodError(f"cacheblend: deviation must be values or keys, got {self.deviation!r}")
         if self.check_layer < 1:
             raise MethodError(
-                f"cacheblend: check_layer must be at least 1, since layer 0 never deviates; got {self.check_layer}"
+                f"cacheblend: check_layer must be at least 1, since layer 0 never deviates, "
+                f"got {self.check_layer}"
             )
 
     @property
@@ -49,7 +50,8 @@ class CacheBlend(Selector):
     def score(self, probe: Probe) -> Tensor:
         if self.check_layer >= probe.num_layers:
             raise MethodError(
-                f"cacheblend: check_layer is {self.check_layer}, but the model has layers 0 to {probe.num_layers - 1}"
+                f"cacheblend: check_layer is {self.check_layer}, "
+                f"but the model has layers 0 to {probe.num_layers - 1}"
             )
         keys, values = probe.fresh(self.fresh_layers)[self.check_layer]
         stored = (

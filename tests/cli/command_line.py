@@ -55,7 +55,9 @@ class Kvloom:
         assert self.server.stdout is not None
         self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
-        return int(self.server.stdout.readline())
+        answer = self.server.stdout.readline()
+        assert answer, "the fork server has ended; its stderr says why"
+        return int(answer)
 
     def start(
         self,

@@ -57,7 +57,7 @@ def test_no_space_on_the_disk(kvloom: Kvloom, tiny_model: Path, texts: Path) -> 
     args = ("-m", tiny_model, "--store", "disk:stored")
     sentence = kvloom.refused("index", texts, *args, code=1, patch="full_disk")
     assert re.fullmatch(
-        r"cannot write to .*/stored: no space left on device: free space or choose another store with --store",
+        "cannot write to .*/stored: no space left on device: free space or choose another store with --store",
         sentence,
     )
     assert entries(kvloom.folder / "stored") == leftovers(kvloom.folder / "stored") == []

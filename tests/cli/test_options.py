@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from kvloom.cli import app
+from kvloom.cli.app import app
 
 MODEL = {"--model -m", "--store", "--chunk-tokens", "--dtype", "--device"}
 STORE = {"--store", "--json"}

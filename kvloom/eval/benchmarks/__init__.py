@@ -1,0 +1,1 @@
+"""Evaluation sets: one file per set, registered by being here."""

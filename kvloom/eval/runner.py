@@ -1,0 +1,317 @@
+"""Runner: every method on every sample, one JSON line each, resumable.
+
+A run is a folder: ``run.json`` holds the recipe (what was asked, versions, a digest of the data),
+``results.jsonl`` a line per sample and method, ``skipped.jsonl`` the samples that do not fit the model. A run
+that was interrupted goes on where it stopped; a folder made by another recipe is refused.
+
+Full prefill is computed once per sample, as the reference: its logits over the gold answer, teacher-forced,
+are what the others are compared with. Methods take turns sample by sample, all on the same token ids, with
+every chunk in the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import re
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvloom
+from kvloom.errors import ContextTooLong, EvalError, MethodError
+from kvloom.eval import metrics
+from kvloom.eval.benchmark import Benchmark, Sample, as_passages, digest, joined
+from kvloom.generate import AnswerStream, Sampling
+from kvloom.loom import Loom, Reorder, as_selector
+from kvloom.selectors import Full, Selector
+from kvloom.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from kvloom.cache import SplicedCache
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A selector and whether the documents are reordered by it; `label` is how it was written."""
+
+    label: str
+    selector: Selector
+    reorder: Reorder = False
+
+    @classmethod
+    def parse(cls, text: str) -> Method:
+        """From ``NAME`` or ``NAME:OPTION=VALUE,...``; ``reorder=true`` or ``reorder=chunks`` is the runner's
+        own.
+
+        A comma separates options only where NAME= follows, so that ``layers=17,18`` stays one value.
+        """
+        name, _, rest = text.partition(":")
+        options: dict[str, str] = {}
+        for part in re.split(r",(?=\w+=)", rest) if rest else []:
+            option, equals, value = part.partition("=")
+            if not equals:
+                raise MethodError(f"method {text!r}: {part!r} is not of the form OPTION=VALUE")
+            options[option] = value
+        wish = options.pop("reorder", "false")
+        choices: dict[str, Reorder] = {"false": False, "true": True, "chunks": "chunks"}
+        if wish not in choices:
+            raise MethodError(f"method {text!r}: reorder is true, false or chunks, not {wish!r}")
+        return cls(text, as_selector(name, options), choices[wish])
+
+    @property
+    def recipe(self) -> str:
+        """The exact recipe, for the record."""
+        return repr(self.selector) + (f" reorder={self.reorder}" if self.reorder else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that decides the numbers of a run, timings aside."""
+
+    model: str
+    methods: list[str]
+    benchmarks: list[str]  # repr of each
+    limit: int | None
+    chunks: str  # "passages" or "fixed"
+    prompt_format: str
+    max_new_tokens: int  # of greedy answers; 0: none are generated
+    fingerprint: str
+    data: dict[str, str]  # digest of each benchmark's samples
+    kvloom_version: str = kvloom.__version__
+    versions: dict[str, str] = field(default_factory=lambda: _versions())
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+@dataclass(frozen=True)
+class Result:
+    """One method on one sample. KL, NLL and agreement are over the gold answer's tokens, teacher-forced."""
+
+    benchmark: str
+    sample: str
+    kind: str
+    method: str  # label
+    recipe: str
+    kl: float  # nats per token, KL(full prefill || this), mean over the gold answer
+    first_kl: float  # nats, of the first answer token
+    nll: float  # nats per token of the gold answer
+    agreement: float  # share of gold positions where the likeliest token is full prefill's
+    num_gold: int
+    trace: dict[str, Any]
+    text: str = ""
+    f1: float | None = None
+    exact_match: float | None = None
+
+
+class Run:
+    """A folder of results, made by one recipe. Raises ``EvalError`` for a folder made by another."""
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EvalError(f"cannot make the run folder {str(folder)!r}: {error.strerror}") from error
+        self._results, self._skipped = folder / "results.jsonl", folder / "skipped.jsonl"
+        self._adopt(recipe)
+        self.done = {
+            (line["benchmark"], line["sample"], line["method"]) for line in read_lines(self._results)
+        }
+        self.skipped = {(line["benchmark"], line["sample"]) for line in read_lines(self._skipped)}
+
+    def _adopt(self, recipe: Recipe) -> None:
+        path, wanted = self.folder / "run.json", asdict(recipe)
+        if not path.exists():
+            path.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+            return
+        held = json.loads(path.read_text(encoding="utf-8"))
+        differing = [name for name in wanted if name != "versions" and held.get(name) != wanted[name]]
+        if differing:
+            what = "; ".join(
+                f"{name} {_short(held.get(name))} there, {_short(wanted[name])} now" for name in differing
+            )
+            raise EvalError(
+                f"{str(self.folder)!r} holds a run of another recipe ({what}); give another --out folder"
+            )
+
+    def add(self, result: Result) -> None:
+        """Appends a line and flushes it, so that an interrupted run loses nothing that is finished."""
+        self.done.add((result.benchmark, result.sample, result.method))
+        _append(self._results, asdict(result))
+
+    def skip(self, benchmark: str, sample: str, reason: str) -> None:
+        """Records a sample that cannot be run."""
+        if (benchmark, sample) not in self.skipped:
+            self.skipped.add((benchmark, sample))
+            _append(self._skipped, {"benchmark": benchmark, "sample": sample, "reason": reason})
+
+
+def _append(path: Path, value: dict[str, Any]) -> None:
+    line = json.dumps(value, ensure_ascii=False) + "\n"
+    if path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n":
+        line = "\n" + line  # after a line that a crash cut short
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file, none if it does not exist; a line that a crash cut short is left out."""
+    lines = []
+    if path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                logger.warning("%s: a line was cut short and is left out", path)
+    return lines
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def make_recipe(
+    loom: Loom,
+    model: str,
+    benchmarks: Sequence[Benchmark],
+    samples: Sequence[Sequence[Sample]],
+    methods: Sequence[Method],
+    *,
+    limit: int | None = None,
+    chunks: str = "passages",
+    max_new_tokens: int = 0,
+) -> Recipe:
+    """The recipe of a run over the samples taken from the benchmarks."""
+    if chunks not in ("passages", "fixed"):
+        raise MethodError(f"chunks must be passages or fixed, got {chunks!r}")
+    labels = [method.label for method in methods]
+    if len(set(labels)) < len(labels):
+        raise MethodError(f"a method is given twice: {', '.join(labels)}")
+    return Recipe(
+        model=model,
+        methods=labels,
+        benchmarks=[repr(benchmark) for benchmark in benchmarks],
+        limit=limit,
+        chunks=chunks,
+        prompt_format=repr(loom.prompt_format),
+        max_new_tokens=max_new_tokens,
+        fingerprint=loom.decoder.fingerprint,
+        data={b.name: digest(taken) for b, taken in zip(benchmarks, samples, strict=True)},
+    )
+
+
+def run(
+    loom: Loom,
+    benchmarks: Sequence[Benchmark],
+    samples: Sequence[Sequence[Sample]],
+    methods: Sequence[Method],
+    run: Run,
+    recipe: Recipe,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fills the run: what is done already is left as it is. Raises ``EvalError`` when no sample fits the
+    model.
+    """
+    pairs = [(b, sample) for b, taken in zip(benchmarks, samples, strict=True) for sample in taken]
+    for number, (benchmark, sample) in enumerate(pairs):
+        if on_progress is not None:
+            on_progress(number, len(pairs))
+        if (benchmark.name, sample.id) in run.skipped:
+            continue
+        missing = [m for m in methods if (benchmark.name, sample.id, m.label) not in run.done]
+        if not missing:
+            continue
+        try:
+            for result in look(loom, benchmark, sample, missing, recipe.chunks, recipe.max_new_tokens):
+                run.add(result)
+        except ContextTooLong as error:
+            run.skip(benchmark.name, sample.id, str(error))
+    if on_progress is not None:
+        on_progress(len(pairs), len(pairs))
+    if not run.done:
+        raise EvalError(f"none of {len(pairs)} samples fits the model's context; nothing was measured")
+
+
+def look(
+    loom: Loom,
+    benchmark: Benchmark,
+    sample: Sample,
+    methods: Sequence[Method],
+    chunks: str,
+    max_new_tokens: int,
+) -> Iterator[Result]:
+    """The results of the methods on one sample, after its chunks were indexed."""
+    documents = as_passages(sample) if chunks == "passages" else (joined(sample),)
+    prompt = loom.prompt(sample.question, documents)
+    gold = torch.tensor(loom.tokenizer.encode(sample.answers[0]))
+    reserve = max(len(gold), max_new_tokens)
+    loom.check_length(prompt, reserve)
+    loom.index(documents)
+    full_trace = Trace()
+    full_cache, first = loom.prepare(prompt, Full(), reserve=reserve, trace=full_trace)
+    reference = _gold_logits(loom, full_cache, first, gold)
+    for method in methods:
+        if method.selector.reuses:
+            trace = Trace()
+            cache, first = loom.prepare(
+                prompt, method.selector, reorder=method.reorder, reserve=reserve, trace=trace
+            )
+            logits = _gold_logits(loom, cache, first, gold)
+        else:
+            trace, cache, logits = full_trace, full_cache, reference
+        kl = metrics.kl_per_token(reference, logits)
+        measured = {
+            "kl": float(kl.mean()),
+            "first_kl": float(kl[0]),
+            "nll": float(metrics.nll_per_token(logits, gold).mean()),
+            "agreement": metrics.agreement(reference, logits),
+        }
+        text = _greedy(loom, cache, logits[0], max_new_tokens, trace) if max_new_tokens else ""
+        if max_new_tokens:
+            measured["f1"] = metrics.token_f1(text, sample.answers)
+            measured["exact_match"] = metrics.exact_match(text, sample.answers)
+        yield Result(
+            benchmark=benchmark.name,
+            sample=sample.id,
+            kind=sample.kind,
+            method=method.label,
+            recipe=method.recipe,
+            num_gold=len(gold),
+            trace=trace.as_dict(),
+            text=text,
+            **measured,
+        )
+
+
+def _gold_logits(loom: Loom, cache: SplicedCache, first: Tensor, gold: Tensor) -> Tensor:
+    """(A, V) float32 logits that predict each gold token (A,), the cache left as it was."""
+    with cache.untouched():
+        rest = loom.decoder.follow(gold[:-1], cache) if len(gold) > 1 else first[:0].view(0, len(first))
+    return torch.cat([first[None], rest.to(first.device)])
+
+
+def _greedy(loom: Loom, cache: SplicedCache, first: Tensor, max_new_tokens: int, trace: Trace) -> str:
+    stream = AnswerStream(
+        loom.decoder, loom.tokenizer, cache, first, Sampling(max_new_tokens=max_new_tokens), trace
+    )
+    return "".join(stream).strip()
