@@ -20,5 +20,5 @@ class Rare(Selector):
         _, places, counts = probe.token_ids.unique(return_inverse=True, return_counts=True)
         rarity = 1 / counts[places].float()
         last = probe.num_layers - 1
-        attention = probe.reduced("mass", layers=[last])[last]
+        attention = probe.reduced("mass", layers=[last])[0, 0]
         return torch.lerp(rarity, attention / attention.max(), self.attention)

@@ -16,6 +16,7 @@ import logging
 import platform
 import re
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,12 +57,7 @@ class Method:
         A comma separates options only where NAME= follows, so that ``layers=17,18`` stays one value.
         """
         name, _, rest = text.partition(":")
-        options: dict[str, str] = {}
-        for part in re.split(r",(?=\w+=)", rest) if rest else []:
-            option, equals, value = part.partition("=")
-            if not equals:
-                raise MethodError(f"method {text!r}: {part!r} is not of the form OPTION=VALUE")
-            options[option] = value
+        options = split_options(text, rest)
         wish = options.pop("reorder", "false")
         choices: dict[str, Reorder] = {"false": False, "true": True, "chunks": "chunks"}
         if wish not in choices:
@@ -72,6 +68,20 @@ class Method:
     def recipe(self) -> str:
         """The exact recipe, for the record."""
         return repr(self.selector) + (f" reorder={self.reorder}" if self.reorder else "")
+
+
+def split_options(text: str, options: str) -> dict[str, str]:
+    """``OPTION=VALUE,...`` as a dict; raises ``MethodError``, naming the whole `text`, for anything else.
+
+    A comma separates options only where NAME= follows, so that ``layers=17,18`` stays one value.
+    """
+    found: dict[str, str] = {}
+    for part in re.split(r",(?=\w+=)", options) if options else []:
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise MethodError(f"{text!r}: {part!r} is not of the form OPTION=VALUE")
+        found[option] = value
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +102,7 @@ class Recipe:
 
 
 def _versions() -> dict[str, str]:
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")}
 
 
 @dataclass(frozen=True)
