@@ -247,9 +247,10 @@ def _footnote(
     loom: Loom, model: str, num_passages: int, tokens: float, num_questions: int | None, asked: int
 ) -> str:
     command = "kvloom demo" + ("" if num_questions is None else f" --questions {num_questions}")
+    number = f"{asked} question{'s' * (asked != 1)}"
     return (
         f"{model} ({loom.decoder.num_layers} layers, {loom.decoder.dtype}, {loom.decoder.device}), "
-        f"{num_passages} passages of the shipped corpus, {tokens:,.0f} context tokens, {asked} questions, "
+        f"{num_passages} passages of the shipped corpus, {tokens:,.0f} context tokens, {number}, "
         f"greedy, at most {MAX_NEW_TOKENS} tokens. + means that the answer holds an accepted one; rows are "
         "those computed again; times are of one run, the methods taking turns, after one round that does not "
         f"count. Made by: {command}"

@@ -88,3 +88,11 @@ def test_transformers_is_named_in_few_rooms_only() -> None:
 def test_rooms_stay_small() -> None:
     sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
     assert {name: size for name, size in sizes.items() if size > 400} == {}
+
+
+def test_the_contributors_table_is_this_one() -> None:
+    table = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    for number, rooms in enumerate(LAYERS):
+        row = next(line for line in table.splitlines() if line.startswith(f"| {number} |"))
+        named = {name.strip("` ") for name in row.split("|")[2].split(",")}
+        assert named == rooms - {"__main__"}, f"layer {number}"

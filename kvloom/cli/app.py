@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvloom import __version__
-from kvloom.cli import session, show
+from kvloom.cli import evaluate, session, show
 from kvloom.cli import store as store_commands
 from kvloom.cli.failures import FAILURE, INTERRUPTED, UsageError, fail, fail_usage, failures
 from kvloom.cli.options import (
@@ -48,6 +48,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.add_typer(store_commands.app, name="store")
+app.command("eval")(evaluate.evaluate)
+app.command("report")(evaluate.report)
 
 
 def run(args: list[str] | None = None) -> NoReturn:
@@ -121,6 +123,9 @@ def ask(
     model: Model = None,
     selector: SelectorName = "infoflow",
     option: MethodOptions = None,
+    reorder: Annotated[
+        bool, typer.Option("--reorder", help="Put the documents that matter most next to the question.")
+    ] = False,
     top: Top = 8,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Length limit.")
@@ -167,7 +172,7 @@ def ask(
     picked = session.pick(documents, question, top)
     loom = session.open_loom(name, store, chunk_tokens, dtype, device)
     with Activity("reading the documents"):
-        stream = loom.stream(question, picked, selector=chosen, **sampling)
+        stream = loom.stream(question, picked, selector=chosen, reorder=reorder, **sampling)
     for piece in stream:
         if not json:
             typer.echo(piece, nl=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from kvloom.errors import DocumentError, KVLoomError, MethodError, PromptError
+from kvloom.errors import DocumentError, EvalError, KVLoomError, MethodError, PromptError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ def failures() -> Iterator[None]:
         # The reader has seen enough. What is still buffered must not raise again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(PIPE_CLOSED)
-    except (MethodError, PromptError, DocumentError) as error:
+    except (MethodError, PromptError, DocumentError, EvalError) as error:
         fail(f"error: {error}", WRONG_USE)
     except (KVLoomError, OSError) as error:
         fail(f"error: {error}", FAILURE)

@@ -103,11 +103,12 @@ def open_loom(
 
         format = PromptFormat(chunk_tokens=chunk_tokens)
         opened = open_store(store_url(store))
-        _check_device(device)
+        check_device(device)
         return Loom.from_pretrained(model, store=opened, dtype=dtype, device=device, prompt_format=format)
 
 
-def _check_device(device: str | None) -> None:
+def check_device(device: str | None) -> None:
+    """Raises ``MethodError`` for a device that torch cannot use here."""
     import torch
 
     try:

@@ -200,6 +200,7 @@ def type_text(hint: Any) -> str:
 
 def print_demo(report: DemoReport) -> None:
     """A table per question, and the summary."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
@@ -212,23 +213,27 @@ def print_demo(report: DemoReport) -> None:
     for asked in report.questions:
         out.print()
         out.print(Text(asked.question, style="bold"), Text(f"({' / '.join(asked.answers)})", style="dim"))
-        table = Table("", "answer", "TTFT s", *(stage.replace("_", " ") for stage in stages), "rows", "KL")
-        table.show_edge, table.show_lines, table.expand, table.columns[1].ratio = False, True, True, 1
-        for column in table.columns[2:]:
+        table = Table(
+            "", "TTFT s", *(stage.replace("_", " ") for stage in stages), "rows", "KL", box=SIMPLE_HEAD
+        )
+        for column in table.columns[1:]:
             column.justify = "right"
         for run in asked.runs:
-            mark = Text("+ ", style="green") if run.is_right else Text("- ", style="red")
             table.add_row(
                 run.label,
-                mark.append(run.answer, style="default"),
                 f"{run.seconds['ttft']:.2f}",
                 *(f"{run.seconds[stage]:.2f}" if run.seconds[stage] else "" for stage in stages),
                 f"{run.recomputed_rows:,}",
                 f"{run.kl:.3f}",
             )
         out.print(table)
+        answers = Table.grid(padding=(0, 1))
+        for run in asked.runs:
+            mark = Text("+", style="green") if run.is_right else Text("-", style="red")
+            answers.add_row("", run.label, mark, Text(run.answer))
+        out.print(answers)
     out.print()
-    summary = Table("", "TTFT, median s", "of full prefill", "KL, mean", "right", show_edge=False)
+    summary = Table("", "TTFT, median s", "of full prefill", "KL, mean", "right", box=SIMPLE_HEAD)
     for column in summary.columns[1:]:
         column.justify = "right"
     for line in report.summary:
@@ -240,4 +245,4 @@ def print_demo(report: DemoReport) -> None:
             f"{line.num_right} of {line.num_questions}",
         )
     out.print(summary)
-    typer.echo(f"\n{report.footnote}")
+    out.print(Text(report.footnote))

@@ -21,7 +21,7 @@ OPTIONS = {
         "question",
         "source",
         *MODEL,
-        *("--selector -s", "--option -o", "--top", "--json"),
+        *("--selector -s", "--option -o", "--reorder", "--top", "--json"),
         *("--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--stop"),
     },
     "verify": {
@@ -30,6 +30,11 @@ OPTIONS = {
         *("--question -q", "--questions", "--selector -s", "--option -o", "--ratio", "--top", "--json"),
     },
     "methods": {"--json"},
+    "eval": {
+        *("sets", "--out", "--model -m", "--method -s", "--data", "--limit", "--chunks", "--chunk-tokens"),
+        *("--header", "--max-new-tokens", "--seed", "--dtype", "--device", "--json"),
+    },
+    "report": {"runs", "--out"},
     "demo": {"--questions", "--json"},
     "store": set(),
     "store stats": STORE,

@@ -348,8 +348,9 @@ def test_needle_cells_share_their_haystack() -> None:
     assert start[1:] == [*middle[1 : samples[4].supporting[0]], *start[samples[4].supporting[0] :]]
     assert middle[0] == end[0] != start[0]
     assert len({sample.answers for sample in samples}) == 12
-    assert samples[0].documents[1] != samples[6].documents[1]  # another round, another place in the text
-    assert take(replace(wide, seed=6), DATA) != samples
+    # Another round or seed begins at another place of the text.
+    assert samples[0].documents[1].text != samples[6].documents[1].text
+    assert take(replace(wide, seed=6), DATA)[0].documents[1].text != samples[0].documents[1].text
 
 
 def test_needle_seed_and_options_from_text() -> None:
@@ -366,6 +367,9 @@ def test_needle_in_a_given_text() -> None:
     text = "\n\n".join(f"Line {number} is here." for number in range(40))
     (sample,) = take(Needle(lengths=(100,), depths=(0,), unit="words", text=text))
     assert len(sample.documents) == 1
+    for seed in range(3):  # wherever it begins, it goes on at its beginning
+        (whole,) = take(Needle(lengths=(160,), depths=(0,), unit="words", text=text, seed=seed))
+        assert sum(len(document.text.split()) for document in whole.documents) == 160 + 7
     assert "Line 0" not in repr(Needle(text=text))
     with pytest.raises(EvalError, match="holds 160 words, 200 are asked for"):
         take(Needle(lengths=(200,), unit="words", text=text))
