@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 from tiny_models import loom_of
 
 from kvloom.selectors import Full, NoRecompute
+
+if TYPE_CHECKING:
+    import pytest
 
 STAGES = Path(__file__).parent.parent / "bench" / "stages.py"
 

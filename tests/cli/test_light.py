@@ -57,7 +57,7 @@ def test_help_imports_nothing_heavy(command: str) -> None:
 
 
 def test_help_is_quick() -> None:
-    """Processor time, which other work on the machine changes little; the least of several. It is about 0.2 s."""
+    """Processor time, which other work on the machine changes little; about 0.2 s, the least of several."""
     seconds = []
     for _ in range(4):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

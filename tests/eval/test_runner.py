@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,9 +11,13 @@ from kvloom.errors import EvalError, MethodError
 from kvloom.eval.benchmark import Benchmark, Sample
 from kvloom.eval.metrics import kl_per_token
 from kvloom.eval.runner import Method, Recipe, Run, look, make_recipe, read_lines, run
-from kvloom.loom import Loom
 from kvloom.prompt import Document
 from kvloom.selectors import InfoFlow, NoRecompute
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvloom.loom import Loom
 
 SAMPLES = [
     Sample("one", QUESTION, ("A weaver from Lyon",), tuple(map(Document, DOCUMENTS)), kind="2 hops"),
@@ -136,7 +139,7 @@ def test_a_folder_of_another_recipe_is_refused_and_says_what_differs(tmp_path: P
     Run(tmp_path, recipe_of(loom))
     with pytest.raises(EvalError, match="max_new_tokens 0 there, 5 now"):
         Run(tmp_path, recipe_of(loom, max_new_tokens=5))
-    with pytest.raises(EvalError, match="methods .* there"):
+    with pytest.raises(EvalError, match=r"methods .* there"):
         Run(tmp_path, recipe_of(loom, METHODS[:2]))
     with pytest.raises(MethodError, match="given twice"):
         recipe_of(loom, [METHODS[0], METHODS[0]])
