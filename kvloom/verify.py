@@ -195,8 +195,8 @@ def _sentence(
     )
     if is_near:
         return f"Reuse is right on this model and these documents: {figures}."
+    advice = "raise the ratio" if verdict.ratio else "recompute some rows (infoflow)"
     return (
-        f"Reuse is exact where it claims to be, but {figures}; the pass mark is {max_kl:g} nats and "
-        f"{min_top1:.0%}: "
-        "raise the ratio, or use full prefill for these documents."
+        f"Reuse is exact where it claims to be, but {figures}; the pass mark is {max_kl:g} nats "
+        f"and {min_top1:.0%}: {advice}, or use full prefill for these documents."
     )

@@ -34,6 +34,8 @@ def configure() -> None:
     logging.getLogger("kvloom.bundled").setLevel(logging.INFO)  # the one-time conversion, which takes a while
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Threads that spin while they wait make everything several times slower on a machine that has other work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 

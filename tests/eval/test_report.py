@@ -171,16 +171,16 @@ def test_answers_and_times_stand_beside_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_only_samples_that_all_methods_have_are_compared(tmp_path: Path) -> None:
-    late = {"1": {"kl": 0.2}, "3": {"kl": 9.0}}
-    nan = {"1": {"kl": 0.2}, "2": {"kl": float("nan")}, "3": {"kl": 9.0}}
-    third = {"3": {"kl": 5.0}}
-    sets = {"hotpotqa": {"none": NONE | third, "infoflow": FLOW | third, "epic": late, "random": nan}}
+    more = {"3": {"kl": 5.0}, "4": {"kl": 5.0}}
+    late = {"1": {"kl": 0.2}} | more
+    broken = {"1": {"kl": 0.2}, "2": {"kl": 0.2}, "3": {"kl": 9.0}, "4": {"kl": float("nan")}}
+    sets = {"hotpotqa": {"none": NONE | more, "infoflow": FLOW | more, "epic": late, "random": broken}}
     text = report([write(tmp_path / "a", sets)]).markdown
     rows = by_method(grid(text, "Results: hotpotqa"))
     assert {row["N"] for row in rows.values()} == {"2"}
     assert rows["none"]["KL"] == "3.000", "of samples 1 and 3"
     assert (
-        "Left out on hotpotqa: 1 of 3 samples (epic ratio=0.15 lacks 1; random ratio=0.15 has 1 whose" in text
+        "Left out on hotpotqa: 2 of 4 samples (epic ratio=0.15 lacks 1; random ratio=0.15 has 1 whose" in text
     )
 
 
