@@ -127,6 +127,7 @@ def run(
     num_questions: int | None = None,
     on_progress: Callable[[int, int], None],
     on_remark: Callable[[str], None],
+    on_asked: Callable[[Asked], None],
 ) -> DemoReport:
     """Indexes the corpus into the demo's own store; answers the first `num_questions` questions, or all."""
     documents, questions = corpus()
@@ -149,6 +150,7 @@ def run(
     for number, question in enumerate(questions):
         on_progress(number, len(questions))
         asked.append(_ask(loom, question, documents, turn=number))
+        on_asked(asked[-1])
     on_progress(len(questions), len(questions))
     mean_tokens = statistics.mean(run.context_tokens for each in asked for run in each.runs)
     return DemoReport(
@@ -176,16 +178,9 @@ def _ask(loom: Loom, question: Question, documents: Sequence[Document], *, turn:
 
 
 def _answer(loom: Loom, prompt: Prompt, method: Selector) -> tuple[Answer, Tensor]:
-    """The straight line of `Loom.stream`, spelled out since the first token's logits (V,) are compared."""
-    trace = Trace(method=repr(method), question_tokens=len(prompt.question_ids))
-    if method.reuses:
-        cache = loom.splice(prompt, reserve=MAX_NEW_TOKENS, trace=trace)
-        rows = loom.select(cache, prompt, method, trace=trace)
-        logits = loom.recompute(cache, rows, prompt, trace=trace)
-    else:
-        with trace.seconds.clock("recompute", loom.decoder.synchronize):
-            cache, logits = loom.full_prefill(prompt, reserve=MAX_NEW_TOKENS)
-        trace.context_tokens = trace.recomputed_rows = len(prompt.context_ids)
+    """The answer, and the logits (V,) of its first token."""
+    trace = Trace()
+    cache, logits = loom.prepare(prompt, method, reserve=MAX_NEW_TOKENS, trace=trace)
     sampling = Sampling(max_new_tokens=MAX_NEW_TOKENS)
     stream = AnswerStream(loom.decoder, loom.tokenizer, cache, logits, sampling, trace)
     for _ in stream:

@@ -114,7 +114,7 @@ def verify(
         max_kl=max_kl,
         min_top1=min_top1,
         passed=is_exact and is_near,
-        sentence=_sentence(verdict, reports[NoRecompute()], exact_error, is_exact, is_near, max_kl, min_top1),
+        sentence=_sentence(verdict, list(reports.values()), exact_error, is_exact, is_near, max_kl, min_top1),
     )
 
 
@@ -173,29 +173,29 @@ def _report(method: Selector, looks: list[_Seen]) -> MethodReport:
 
 def _sentence(
     verdict: MethodReport,
-    untouched: MethodReport,
+    reports: list[MethodReport],
     exact_error: float,
     is_exact: bool,
     is_near: bool,
     max_kl: float,
     min_top1: float,
 ) -> str:
+    untouched = reports[0]
     if not is_exact:
         return (
-            f"Do not reuse chunks with this model: recomputing every row differs from a full prefill by "
-            f"{exact_error:.1e} "
-            "of the largest logit, so something in it is not as kvloom assumes."
+            "Do not reuse chunks with this model: recomputing every row differs from a full prefill by "
+            f"{exact_error:.1e} of the largest logit, so something in it is not as kvloom assumes."
         )
     figures = (
         f"{verdict.name} at {verdict.ratio:.0%} stays {verdict.mean_kl:.3f} nats from full prefill and "
-        f"agrees on the next "
-        f"token in {verdict.top1_agreement:.0%} of the questions (no recompute: {untouched.mean_kl:.3f} "
-        f"nats, "
-        f"{untouched.top1_agreement:.0%})"
+        f"agrees on the next token in {verdict.top1_agreement:.0%} of the questions (no recompute: "
+        f"{untouched.mean_kl:.3f} nats, {untouched.top1_agreement:.0%})"
     )
     if is_near:
         return f"Reuse is right on this model and these documents: {figures}."
-    advice = "raise the ratio" if verdict.ratio else "recompute some rows (infoflow)"
+    near = [report for report in reports if report.mean_kl <= max_kl and report.top1_agreement >= min_top1]
+    found = [f"{report.name} at {report.ratio:.0%} meets it" for report in near[:1]]
+    advice = found[0] if found else "none of the ratios measured meets it: try higher ones"
     return (
         f"Reuse is exact where it claims to be, but {figures}; the pass mark is {max_kl:g} nats "
         f"and {min_top1:.0%}: {advice}, or use full prefill for these documents."

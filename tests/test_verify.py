@@ -46,7 +46,9 @@ def test_the_pass_mark_can_be_missed() -> None:
     report = loom_of("llama").verify(QUESTIONS, DOCUMENTS, selector="none", max_kl=0)
     assert not report.passed
     assert "Reuse is exact where it claims to be, but none at 0%" in report.sentence
-    assert "recompute some rows (infoflow), or use full prefill" in report.sentence
+    assert "none of the ratios measured meets it: try higher ones, or use full prefill" in report.sentence
+    nearer = loom_of("llama").verify(QUESTIONS, DOCUMENTS, selector="none", max_kl=1e-5, ratios=(0.1, 1.0))
+    assert "infoflow at 100% meets it, or use full prefill" in nearer.sentence
 
 
 def test_a_model_that_is_not_as_assumed_fails() -> None:

@@ -180,7 +180,7 @@ def ask(
         echo_json(show.answer_summary(question, picked, stream.answer))
     else:
         typer.echo()
-        remark(show.trace_line(stream.answer.trace))
+        remark(show.trace_line(stream.answer.trace, chosen.recipe))
 
 
 @app.command()
@@ -276,8 +276,13 @@ def demo(
     with Activity("loading the demo"):
         from kvloom import demo as demonstration
     with Activity("demo (questions)") as activity:
-        report = demonstration.run(num_questions=questions, on_progress=activity.update, on_remark=remark)
+        report = demonstration.run(
+            num_questions=questions,
+            on_progress=activity.update,
+            on_remark=remark,
+            on_asked=(lambda _: None) if json else show.print_asked,
+        )
     if json:
         echo_json(report.as_dict())
     else:
-        show.print_demo(report)
+        show.print_demo_summary(report)

@@ -55,6 +55,7 @@ def need_model(model: str | None) -> str:
 def quiet_bars() -> None:
     """The model's libraries show no bars of their own; they ask once, when they are imported."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def load_source(source: str) -> tuple[list[Document], LoadReport]:

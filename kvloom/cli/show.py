@@ -14,7 +14,7 @@ from kvloom.cli.output import console, count, size
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvloom.demo import DemoReport
+    from kvloom.demo import Asked, DemoReport
     from kvloom.documents import LoadReport
     from kvloom.loom import Loom
     from kvloom.prompt import Document
@@ -93,11 +93,11 @@ def answer_summary(question: str, documents: Sequence[Document], answer: Answer)
     }
 
 
-def trace_line(trace: Trace) -> str:
+def trace_line(trace: Trace, recipe: str) -> str:
     """Method, time to first token with its parts, and where the context's rows came from."""
     stages = parts(trace.as_dict()["seconds"])
     return (
-        f"{trace.method}: first token after {trace.seconds.ttft:.2f} s ({stages}); "
+        f"{recipe}: first token after {trace.seconds.ttft:.2f} s ({stages}); "
         f"{count(trace.reused_tokens, 'token')} reused, {trace.prefilled_tokens:,} prefilled, "
         f"{count(trace.recomputed_rows, 'row')} recomputed"
     )
@@ -198,40 +198,42 @@ def type_text(hint: Any) -> str:
     return {str: "text"}.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def print_demo(report: DemoReport) -> None:
-    """A table per question, and the summary."""
+def print_asked(asked: Asked) -> None:
+    """A question of the demo: a table of what each method took, and the answers."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     out = console()
-    stages = [
-        stage
-        for stage in STAGES
-        if any(run.seconds[stage] for asked in report.questions for run in asked.runs)
-    ]
-    for asked in report.questions:
-        out.print()
-        out.print(Text(asked.question, style="bold"), Text(f"({' / '.join(asked.answers)})", style="dim"))
-        table = Table(
-            "", "TTFT s", *(stage.replace("_", " ") for stage in stages), "rows", "KL", box=SIMPLE_HEAD
+    stages = [stage for stage in STAGES if stage != "prefill"]  # every passage was stored before
+    out.print()
+    out.print(Text(asked.question, style="bold"), Text(f"({' / '.join(asked.answers)})", style="dim"))
+    table = Table("", "TTFT s", *(stage.replace("_", " ") for stage in stages), "rows", "KL", box=SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for run in asked.runs:
+        table.add_row(
+            run.label,
+            f"{run.seconds['ttft']:.2f}",
+            *(f"{run.seconds[stage]:.2f}" if run.seconds[stage] else "" for stage in stages),
+            f"{run.recomputed_rows:,}",
+            f"{run.kl:.3f}",
         )
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for run in asked.runs:
-            table.add_row(
-                run.label,
-                f"{run.seconds['ttft']:.2f}",
-                *(f"{run.seconds[stage]:.2f}" if run.seconds[stage] else "" for stage in stages),
-                f"{run.recomputed_rows:,}",
-                f"{run.kl:.3f}",
-            )
-        out.print(table)
-        answers = Table.grid(padding=(0, 1))
-        for run in asked.runs:
-            mark = Text("+", style="green") if run.is_right else Text("-", style="red")
-            answers.add_row("", run.label, mark, Text(run.answer))
-        out.print(answers)
+    out.print(table)
+    answers = Table.grid(padding=(0, 1))
+    for run in asked.runs:
+        mark = Text("+", style="green") if run.is_right else Text("-", style="red")
+        answers.add_row("", run.label, mark, Text(run.answer))
+    out.print(answers)
+
+
+def print_demo_summary(report: DemoReport) -> None:
+    """One line per method over all questions, and how it was measured."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
     out.print()
     summary = Table("", "TTFT, median s", "of full prefill", "KL, mean", "right", box=SIMPLE_HEAD)
     for column in summary.columns[1:]:

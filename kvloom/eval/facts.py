@@ -53,9 +53,17 @@ def eval_command(recipe: Recipe, out: str) -> str:
         words += ["--limit", str(recipe.limit)]
     if recipe.chunks != "passages":
         words += ["--chunks", recipe.chunks]
+    words += _prompt_options(recipe.prompt_format)
     if recipe.max_new_tokens:
         words += ["--max-new-tokens", str(recipe.max_new_tokens)]
     return shlex.join([*words, "--out", out])
+
+
+def _prompt_options(prompt_format: str) -> list[str]:
+    """What the command line can say of a prompt format; all else is as by default."""
+    options = parse_recipe(prompt_format)
+    words = ["--chunk-tokens", str(options["chunk_tokens"])] if "chunk_tokens" in options else []
+    return [*words, "--header", options["header"]] if options.get("header", "shared") != "shared" else words
 
 
 def _set_text(written: str) -> str:

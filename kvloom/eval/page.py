@@ -172,7 +172,7 @@ th, td { padding: .25rem .55rem; border-bottom: 1px solid var(--line); text-alig
 th { border-bottom: 2px solid var(--line); vertical-align: bottom; min-width: 3.2rem }
 th.n, td.n { text-align: right } td.n { white-space: nowrap }
 tbody tr:nth-child(even) { background: var(--band) }
-td { overflow-wrap: break-word; max-width: 60rem }
+td { overflow-wrap: break-word; max-width: 60rem } td:first-child { white-space: nowrap }
 figure { margin: 1rem 0 2rem } figure svg { max-width: 100%; height: auto }
 figcaption { color: var(--faint); font-size: 13px; max-width: 60rem }
 """

@@ -128,7 +128,7 @@ class Results:
             yield from self._needles(name, comparison)
         elif len(kinds) > 1:
             by_kind = {
-                kind or "(none)": rows(comparison.where(lambda result, kind=kind: result.kind == kind))
+                kind or "(unknown)": rows(comparison.where(lambda result, kind=kind: result.kind == kind))
                 for kind in kinds
             }
             yield Heading(3, f"{name} by kind")

@@ -5,7 +5,7 @@ yet.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from kvloom.errors import MethodError
@@ -33,6 +33,18 @@ class Selector(ABC):
             raise MethodError(
                 f"{self.name}: ratio is the share of rows to recompute, from 0 to 1, got {self.ratio}"
             )
+
+    @property
+    def recipe(self) -> str:
+        """The name and the options that differ from their defaults, for people; `repr` has them all."""
+        options = [field for field in fields(self) if field.init]
+        share = [f"{self.ratio:.0%}" for field in options if field.name == "ratio"]
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in options
+            if field.name != "ratio" and getattr(self, field.name) != field.default
+        ]
+        return " ".join([self.name, *share, *changed])
 
     @abstractmethod
     def score(self, probe: Probe) -> Tensor:

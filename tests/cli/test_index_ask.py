@@ -48,7 +48,7 @@ def test_index_then_ask_in_another_process_prefills_nothing(
     assert plain.stdout == asked.json["answer"] + "\n"
     parts = r"load [\d.]+, splice [\d.]+, score [\d.]+, recompute [\d.]+, first token [\d.]+"
     counts = r"(\d+) tokens reused, 0 prefilled, \d+ rows recomputed"
-    line = rf"kvloom: InfoFlow\(.*\): first token after [\d.]+ s \({parts}\); {counts}"
+    line = rf"kvloom: infoflow 15%: first token after [\d.]+ s \({parts}\); {counts}"
     found = re.fullmatch(line, plain.sentence)
     assert found is not None, plain.sentence
     assert int(found[1]) == trace["reused_tokens"]

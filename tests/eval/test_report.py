@@ -18,6 +18,7 @@ from kvloom.eval.benchmarks.needle import Needle
 from kvloom.eval.facts import eval_command
 from kvloom.eval.report import Report, report
 from kvloom.eval.runner import Method, Recipe, Result
+from kvloom.prompt import PromptFormat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -443,14 +444,15 @@ def test_the_command_is_the_one_that_was_given() -> None:
         benchmarks=["HotpotQA()", repr(Needle(lengths=(1000, 2000), seed=3))],
         limit=50,
         chunks="fixed",
-        prompt_format="",
+        prompt_format=repr(PromptFormat(chunk_tokens=2048, header="none")),
         max_new_tokens=16,
         fingerprint="",
         data={},
     )
     assert eval_command(recipe, "a b") == (
         "kvloom eval hotpotqa 'needle:lengths=[1000,2000],seed=3' -m bundled:smollm2 -s none "
-        "-s infoflow:ratio=0.05,layers=1,2 --limit 50 --chunks fixed --max-new-tokens 16 --out 'a b'"
+        "-s infoflow:ratio=0.05,layers=1,2 --limit 50 --chunks fixed --chunk-tokens 2048 --header none "
+        "--max-new-tokens 16 --out 'a b'"
     )
 
 

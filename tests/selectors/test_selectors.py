@@ -70,6 +70,13 @@ def test_contract(name: str, llama_loom: Loom) -> None:
     assert eval(repr(selector), vars(kvloom.selectors)) == selector, "the repr is the recipe"
 
 
+def test_recipe_names_what_differs_from_the_defaults() -> None:
+    assert InfoFlow().recipe == "infoflow 15%"
+    assert InfoFlow(ratio=0.05, layers="paper").recipe == "infoflow 5% layers=paper"
+    assert NoRecompute().recipe == "none"
+    assert Epic(k=4).recipe == "epic 15% k=4"
+
+
 @pytest.mark.parametrize("name", sorted(set(selectors) - {"none", "full"}))
 @pytest.mark.parametrize("ratio", [-1, 2, 1.0001, float("nan")])
 def test_ratio_outside_0_to_1_is_refused(name: str, ratio: float) -> None:
