@@ -8,7 +8,7 @@ place, and what the model sees is a view.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import transformers
@@ -70,8 +70,6 @@ class BufferLayer(CacheLayerMixin):
         """All keys and values (1, H, T, D), after the first rows given overwrote `overwrite` and the rest
         were appended.
         """
-        if key_states.shape[0] != 1:
-            raise ValueError(f"a SplicedCache holds one sequence, got a batch of {key_states.shape[0]}")
         num_over = 0 if self.overwrite is None else len(self.overwrite)
         if self.overwrite is not None:
             self.key_buffer.index_copy_(2, self.overwrite, key_states[:, :, :num_over])
@@ -163,6 +161,14 @@ class SplicedCache(Cache):
         """Bytes of the keys and values in use."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
+    def check_holds(self, token_ids: Tensor) -> None:
+        """Raises ``ValueError`` unless the cache holds exactly these tokens (T,), and nothing after them."""
+        if not self.token_ids.cpu().equal(token_ids.cpu()):
+            raise ValueError(
+                f"the cache must hold the prompt's {len(token_ids)} context tokens and nothing after them, "
+                f"it has {self.num_rows} rows; splice the prompt anew"
+            )
+
     # --- how it changes
 
     def announce(self, token_ids: Tensor, positions: Tensor, *, exact: bool = False) -> range:
@@ -196,6 +202,8 @@ class SplicedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Overwrites and appends in one layer (see `BufferLayer.update`); called by the model's attention."""
+        if key_states.shape[0] != 1:  # before anything is recorded
+            raise ValueError(f"a SplicedCache holds one sequence, got a batch of {key_states.shape[0]}")
         if layer_idx == 0:
             self._announce_unknown(key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -270,16 +278,33 @@ class SplicedCache(Cache):
     # --- transformers
 
     def generate_kwargs(self, input_ids: Tensor) -> dict[str, Any]:
-        """Arguments for `model.generate`: input_ids (1, Q) or (Q,) are new tokens that go on after this
+        """Arguments for `model.generate`: input_ids (1, Q) or (Q,) int64 are tokens that go on after this
         cache.
+
+        What is generated is appended: a second call with the same cache goes on after the first answer.
+        Raises ``ValueError`` for ids of another shape or type.
         """
-        ids = input_ids.reshape(1, -1).to(self.device)
+        ids = input_ids[None] if input_ids.ndim == 1 else input_ids
+        if ids.ndim != 2 or len(ids) != 1 or ids.shape[1] == 0 or ids.dtype != torch.int64:
+            raise ValueError(
+                f"input_ids must be (1, Q) or (Q,) int64 with at least one token, got "
+                f"{tuple(input_ids.shape)} "
+                f"{input_ids.dtype}"
+            )
         num_new = ids.shape[1]
         positions = self.next_position + torch.arange(num_new, device=self.device)
         ones = torch.ones((1, self.get_seq_length() + num_new), dtype=torch.long, device=self.device)
         return {
-            "input_ids": ids,
+            "input_ids": ids.to(self.device),
             "position_ids": positions[None],
             "attention_mask": ones,
             CACHE_ARGUMENT: self,
         }
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a SplicedCache holds one sequence whose rows belong to a context; splice a new one instead"
+        )
+
+    # What transformers' caches offer for batches, beams and rollback; it would break the record of rows here.
+    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse

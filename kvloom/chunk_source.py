@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvloom.errors import StoreError
 from kvloom.hf import Decoder, cat_ids
-from kvloom.prefill import prefill
+from kvloom.prefill import packs, prefill
 from kvloom.store import Store, chunk_key
 from kvloom.trace import Trace
 
@@ -55,9 +55,15 @@ class ChunkSource:
             on_progress(0, total)
         if missing:
             header = self._header(header_ids, Trace(), must_store=True)
-            for key, kv in zip(missing, prefill(self.decoder, list(missing.values()), header), strict=True):
-                self.store.put(key, kv)
-                done += kv.num_tokens
+            names = list(missing)
+            for pack in packs([len(ids) for ids in missing.values()]):
+                # Another process may have stored some of them since.
+                left = {
+                    names[place]: missing[names[place]] for place in pack if names[place] not in self.store
+                }
+                for key, kv in zip(left, prefill(self.decoder, list(left.values()), header), strict=True):
+                    self.store.put(key, kv)
+                done += sum(len(missing[names[place]]) for place in pack)
                 if on_progress is not None:
                     on_progress(done, total)
         return keys

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from kvloom.errors import DocumentError
-from kvloom.prompt import Document
+from kvloom.prompt import Document, is_unicode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -173,7 +173,7 @@ class _Loader:
                 continue
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 self.bad(f"{place}:{number}", f"is not JSON: {_reason(error)}")
                 continue
             yield from self.from_object(f"{place}:{number}", f"{name}#{number}", value)
@@ -181,7 +181,7 @@ class _Loader:
     def from_json(self, place: str, name: str, text: str) -> Iterator[Document]:
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             yield from self.from_json_lines(place, name, text)
             return
         if not isinstance(value, list):
@@ -200,6 +200,8 @@ class _Loader:
             return self.bad(place, f'has a "title" that is not a string but {type(title).__name__}')
         if isinstance(own_id, bool) or not isinstance(own_id, str | int | None):
             return self.bad(place, f'has an "id" that is not a string but {type(own_id).__name__}')
+        if not (is_unicode(text) and is_unicode(title or "")):
+            return self.bad(place, "holds half a character (a lone surrogate)")
         text = _normal(text).strip("\n").rstrip()
         if not text.strip():
             self.report.skipped.append((place, 'has an empty "text"'))
@@ -214,10 +216,12 @@ def _normal(text: str) -> str:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)

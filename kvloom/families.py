@@ -1,8 +1,8 @@
 """Which models can be spliced: a check at load time, not a list of names.
 
-The check prefills a few tokens twice, at positions 0.. and 64.., moves the first keys by 64 with the model's
-own rotary function, and compares them layer by layer with the second. What the check cannot see in a few
-tokens (frequencies that change with length, windows longer than the test) is read off the config.
+The check prefills a few tokens at positions 0.. and at 64.. and 1000.., moves the first keys there with the
+model's own rotary function, and compares them layer by layer with the second. What the check cannot see in a
+few tokens (frequencies that change with length, windows longer than the test) is read off the config.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvloom.errors import UnsupportedModel
 if TYPE_CHECKING:
     from kvloom.hf import Decoder
 
-CHECK_SHIFT = 64
+CHECK_SHIFTS = (64, 1000)
 CHECK_TOKENS = 12
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -96,20 +96,29 @@ def _window_is_active(decoder: Decoder, layer_types: set[str]) -> bool:
 
 
 def rotation_errors(decoder: Decoder) -> list[float]:
-    """Per layer, |moved - computed| / |computed| of keys moved by `CHECK_SHIFT` against keys computed
-    there.
+    """Per layer, the largest |moved - computed| / |computed| of keys moved by each of `CHECK_SHIFTS`.
+
+    Shifts that the model's context does not hold are left out, but for the first.
     """
     token_ids = torch.arange(1, CHECK_TOKENS + 1) % decoder.vocab_size
     places = torch.arange(CHECK_TOKENS)
-    near, far = (decoder.new_cache(CHECK_TOKENS) for _ in range(2))
+    near = decoder.new_cache(CHECK_TOKENS)
     decoder.fill(token_ids, places, near, num_new=CHECK_TOKENS)
-    decoder.fill(token_ids, places + CHECK_SHIFT, far, num_new=CHECK_TOKENS)
-    try:
-        rotation = decoder.rotation(CHECK_SHIFT)
-        moved = [near.keys(layer).float() @ rotation for layer in range(decoder.num_layers)]
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModel(
-            f"{decoder.name}: its rotary function cannot be applied to stored keys ({error})"
-        ) from error
-    computed = [far.keys(layer).float() for layer in range(decoder.num_layers)]
-    return [float((a - b).norm() / b.norm()) for a, b in zip(moved, computed, strict=True)]
+    worst = [0.0] * decoder.num_layers
+    for shift in CHECK_SHIFTS:
+        if shift > CHECK_SHIFTS[0] and shift + CHECK_TOKENS > (decoder.max_length or shift):
+            continue
+        far = decoder.new_cache(CHECK_TOKENS)
+        decoder.fill(token_ids, places + shift, far, num_new=CHECK_TOKENS)
+        try:
+            rotation = decoder.rotation(shift)
+            moved = [near.keys(layer).float() @ rotation for layer in range(decoder.num_layers)]
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UnsupportedModel(
+                f"{decoder.name}: its rotary function cannot be applied to stored keys ({error})"
+            ) from error
+        for layer, keys in enumerate(moved):
+            computed = far.keys(layer).float()
+            error = float((keys - computed).norm() / computed.norm())
+            worst[layer] = error if error != error else max(worst[layer], error)  # NaN must stay
+    return worst

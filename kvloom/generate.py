@@ -52,7 +52,17 @@ class Sampling:
         return cls(**options)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k", "seed"):
+            if not isinstance(getattr(self, name), int | None):
+                raise MethodError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+        for name in ("temperature", "top_p"):
+            if not isinstance(getattr(self, name), int | float):
+                raise MethodError(f"{name} must be a number, got {getattr(self, name)!r}")
+        if not isinstance(self.stop, str | tuple | list) or not all(isinstance(t, str) for t in self.stop):
+            raise MethodError(f"stop must be a text or a list of texts, got {self.stop!r}")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise MethodError(f"seed must lie in 0..2^63-1, got {self.seed}")
         if self.max_new_tokens < 1:
             raise MethodError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not self.temperature >= 0 or self.temperature == float("inf"):
@@ -76,13 +86,14 @@ class Sampling:
         return lambda logits: int(torch.multinomial(self._probabilities(logits), 1, generator=generator))
 
     def _probabilities(self, logits: Tensor) -> Tensor:
-        logits = logits.cpu().float() / self.temperature
+        logits = logits.cpu().double()
+        logits = (logits - logits.max()) / self.temperature  # the largest is 0, however small the temperature
         ranked, order = logits.sort(descending=True, stable=True)
         if self.top_k is not None:
             ranked[self.top_k :] = -torch.inf
         probabilities = ranked.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # mass of the better ones: the first always stays
-        probabilities[before >= self.top_p] = 0
+        before = probabilities.cumsum(-1) - probabilities  # mass of the better ones; the best always stays
+        probabilities[1:][before[1:] >= self.top_p] = 0
         return torch.zeros_like(probabilities).index_copy(0, order, probabilities)
 
 

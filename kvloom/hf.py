@@ -15,6 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 ATTENTION = "kvloom"
 """Name under which the attention function and its mask are registered with transformers."""
 
-FINGERPRINT_VERSION = 1
+FINGERPRINT_VERSION = 2
 
 
 def _attention(
@@ -246,6 +247,12 @@ class Decoder:
         plan: Any,
         **kwargs: Any,
     ) -> Any:
+        if self.config._attn_implementation != ATTENTION:
+            raise UnsupportedModel(
+                f"{self.name} was switched to {self.config._attn_implementation!r} attention after kvloom "
+                f"took it, "
+                "which would compute wrong caches; make a new Loom of it"
+            )
         return module(
             input_ids=token_ids[None].to(self.device),
             position_ids=positions[None].to(self.device),
@@ -369,17 +376,10 @@ def _attention_of(layer: nn.Module) -> nn.Module:
     raise UnsupportedModel(f"{type(layer).__name__} has no attention module that kvloom knows")
 
 
-def _content_mark(tensor: Tensor) -> int:
-    """A number that changes when any element of the tensor does: the sum of its words, each times its odd
-    place.
-    """
-    words = tensor.detach().contiguous().view(torch.uint8).flatten()
-    words = words[: len(words) // 4 * 4].view(torch.int32) if len(words) % 4 == 0 else words.to(torch.int32)
-    mark = 0
-    for block in words.split(1 << 22):
-        weights = torch.arange(1, 2 * len(block), 2, dtype=torch.int32, device=block.device)
-        mark = (mark * 1_000_003 + int((block * weights).sum(dtype=torch.int64))) & (1 << 64) - 1
-    return mark
+def _content_mark(tensor: Tensor) -> str:
+    """xxh3-128 (hex) of the tensor's bytes."""
+    words = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return xxhash.xxh3_128_hexdigest(words.numpy().data)
 
 
 def cat_ids(parts: Sequence[Tensor]) -> Tensor:

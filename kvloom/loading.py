@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvloom.bundled import BUNDLED, bundled_folder
@@ -30,11 +29,22 @@ def load(
         dtype = torch.float32 if on_cpu else "auto"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **model_kwargs)
-    except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(f"cannot load model {name_or_path!r}: {reason}") from error
-    return (model if device is None else model.to(device)), tokenizer
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **model_kwargs
+        )
+        model, info = loaded
+        model = model if device is None else model.to(device)
+    except Exception as error:  # transformers raises nearly every type there is
+        reason = " ".join(str(error).split()) or "no reason given"
+        raise ModelError(f"cannot load model {name_or_path!r}: {type(error).__name__}: {reason}") from error
+    missing = sorted(info["missing_keys"]) + [str(key) for key in info["mismatched_keys"]]
+    if missing:
+        raise ModelError(
+            f"model {name_or_path!r} lacks {len(missing)} of its weights ({missing[0]}, ...), which would "
+            f"be random; "
+            "download it completely"
+        )
+    return model, tokenizer
 
 
 def _resolve(name_or_path: str) -> Path | str:

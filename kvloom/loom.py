@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvloom import families
 from kvloom.chunk_source import ChunkSource
-from kvloom.errors import ContextTooLong
+from kvloom.errors import ContextTooLong, MethodError
 from kvloom.generate import AnswerStream, Sampling, SamplingOptions
 from kvloom.hf import Decoder, cat_ids
 from kvloom.layout import LAYOUTS
@@ -27,7 +27,7 @@ from kvloom.prompt import Document, Prompt, PromptFormat, header_ids
 from kvloom.prompt import chunks as cut_into_chunks
 from kvloom.prompt import prompt as build_prompt
 from kvloom.recompute import recompute
-from kvloom.selectors import Selector, select, selectors
+from kvloom.selectors import Selector, as_selector, select
 from kvloom.splice import splice_into
 from kvloom.store import Store, open_store
 from kvloom.tokenizer import Tokenizer
@@ -105,6 +105,13 @@ class Loom:
         tokens.
         """
         chunks = cut_into_chunks(self.tokenizer, self.prompt_format, documents)
+        longest = len(self._prefill_header()) + max(len(chunk.token_ids) for chunk in chunks)
+        if self.decoder.max_length is not None and longest > self.decoder.max_length:
+            raise ContextTooLong(
+                f"a chunk has {longest:,} tokens with the prompt's header, model takes "
+                f"{self.decoder.max_length:,}: "
+                "give a smaller chunk_tokens"
+            )
         return self.chunks.index(self._prefill_header(), [chunk.token_ids for chunk in chunks], on_progress)
 
     def _prefill_header(self) -> Tensor:
@@ -192,6 +199,7 @@ class Loom:
     def _select(
         self, cache: SplicedCache, prompt: Prompt, selector: Selector, trace: Trace
     ) -> tuple[Tensor, Probe]:
+        cache.check_holds(prompt.context_ids)
         with trace.seconds.clock("score", self.decoder.synchronize):
             probe = Probe(
                 self.decoder,
@@ -217,6 +225,8 @@ class Loom:
         By documents, the chunks of one document stay together and in order. Raises ``MethodError`` for a
         selector that has no order.
         """
+        if by not in ("documents", "chunks"):
+            raise MethodError(f"by must be 'documents' or 'chunks', got {by!r}")
         trace = Trace() if trace is None else trace
         with trace.seconds.clock("score", self.decoder.synchronize):
             probe = Probe(
@@ -234,7 +244,11 @@ class Loom:
     def recompute(
         self, cache: SplicedCache, rows: Tensor, prompt: Prompt, *, trace: Trace | None = None
     ) -> Tensor:
-        """(V,) float32 next-token logits; the rows hold fresh KV and the question's rows are in the cache."""
+        """(V,) float32 next-token logits; the rows hold fresh KV and the question's rows are in the cache.
+
+        Raises ``ValueError`` for a cache that does not hold the prompt's context and nothing else.
+        """
+        cache.check_holds(prompt.context_ids)
         trace = Trace() if trace is None else trace
         with trace.seconds.clock("recompute", self.decoder.synchronize):
             logits = recompute(self.decoder, cache, rows, prompt.question_ids)
@@ -262,7 +276,7 @@ class Loom:
         trace = Trace() if trace is None else trace
         trace.method, trace.question_tokens = repr(selector), len(prompt.question_ids)
         if selector.reuses:
-            cache, rows = self._choose(prompt, selector, reorder, reserve, trace)
+            prompt, cache, rows = self._choose(prompt, selector, reorder, reserve, trace)
             logits = self.recompute(cache, rows, prompt, trace=trace)
         else:
             with trace.seconds.clock("recompute", self.decoder.synchronize):
@@ -274,10 +288,12 @@ class Loom:
 
     def _choose(
         self, prompt: Prompt, selector: Selector, reorder: Reorder, reserve: int, trace: Trace
-    ) -> tuple[SplicedCache, Tensor]:
-        """The spliced cache and the rows of it to recompute (S,), with the layers that the method computes
-        in full.
+    ) -> tuple[Prompt, SplicedCache, Tensor]:
+        """The prompt as read, its spliced cache and the rows of it to recompute (S,), with the layers that
+        the method computes in full.
         """
+        if reorder not in (False, True, "chunks"):
+            raise MethodError(f"reorder must be True, False or 'chunks', got {reorder!r}")
         if reorder:
             by = "documents" if reorder is True else reorder
             prompt = self.reorder(prompt, selector, by=by, trace=trace)
@@ -287,7 +303,7 @@ class Loom:
             with trace.seconds.clock("score", self.decoder.synchronize):
                 for layer, (keys, values) in enumerate(probe.fresh(selector.fresh_layers)):
                     cache.write(layer, range(cache.num_rows), keys, values)
-        return cache, rows
+        return prompt, cache, rows
 
     def context(
         self,
@@ -303,7 +319,7 @@ class Loom:
         prompt, selector = self.prompt(question, documents), as_selector(selector)
         self.check_length(prompt, 1)
         if selector.reuses:
-            cache, rows = self._choose(prompt, selector, reorder, 0, Trace())
+            _, cache, rows = self._choose(prompt, selector, reorder, 0, Trace())
             recompute(self.decoder, cache, rows)
             return cache
         cache = self.decoder.new_cache(prompt.num_tokens)
@@ -374,12 +390,3 @@ class Loom:
             return
         yield from self.chunks.supply(prompt.header_ids, [], trace)
         yield from self.chunks.supply(behind, prompt.chunk_ids, trace)
-
-
-def as_selector(selector: Selector | str, options: Mapping[str, Any] | None = None) -> Selector:
-    """The instance given, or one of the registered name with options as data; ``MethodError`` for others."""
-    if isinstance(selector, str):
-        return selectors.build(selector, options)
-    if options:
-        raise TypeError("options go with a selector's name; an instance has its own")
-    return selector

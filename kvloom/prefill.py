@@ -32,11 +32,12 @@ def prefill(
     its own.
     """
     start = 0 if header is None else header.num_tokens
-    for pack in _packs([len(ids) for ids in chunk_ids]):
+    for pack in packs([len(ids) for ids in chunk_ids]):
         yield from _prefill_pack(decoder, [chunk_ids[index] for index in pack], header, start)
 
 
-def _packs(lengths: Sequence[int]) -> Iterator[range]:
+def packs(lengths: Sequence[int]) -> Iterator[range]:
+    """Which chunks go into one forward: consecutive ones of at most `PACKED_TOKENS`, or one longer alone."""
     first, total = 0, 0
     for index, length in enumerate(lengths):
         if index > first and total + length > PACKED_TOKENS:

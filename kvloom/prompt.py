@@ -9,9 +9,11 @@ in place of the passages and the question, and the rendered text is cut at the m
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
+from io import IOBase
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from kvloom.errors import DocumentError, MethodError, PromptError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from kvloom.tokenizer import Tokenizer
 
@@ -129,7 +131,7 @@ class PromptFormat:
     header: Header = "shared"  # whether chunks are prefilled behind the header
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < _MIN_CHUNK_TOKENS:
+        if not isinstance(self.chunk_tokens, int) or self.chunk_tokens < _MIN_CHUNK_TOKENS:
             raise MethodError(f"chunk_tokens must be at least {_MIN_CHUNK_TOKENS}, got {self.chunk_tokens}")
         if self.header not in get_args(Header):
             raise MethodError(f"header must be one of {', '.join(get_args(Header))}; got {self.header!r}")
@@ -140,13 +142,29 @@ class PromptFormat:
 
 
 def as_document(document: str | Document) -> Document:
-    """`document` as a Document; raises ``DocumentError`` for anything but a Document or a string."""
-    if isinstance(document, str):
-        return Document(document)
-    if isinstance(document, Document) and isinstance(document.text, str):
-        return document
-    kind = type(document.text if isinstance(document, Document) else document).__name__
-    raise DocumentError(f"a document must be a string or a Document with a string as text, got {kind}")
+    """`document` as a Document; raises ``DocumentError`` for anything else, and for text that is not
+    Unicode.
+    """
+    found = Document(document) if isinstance(document, str) else document
+    if not isinstance(found, Document) or not isinstance(found.text, str):
+        kind = type(found.text if isinstance(found, Document) else found).__name__
+        raise DocumentError(f"a document must be a string or a Document with a string as text, got {kind}")
+    if found.title is not None and not isinstance(found.title, str):
+        raise DocumentError(f"a document's title must be a string, got {type(found.title).__name__}")
+    for what, text in (("text", found.text), ("title", found.title or "")):
+        if not is_unicode(text):
+            name = "" if found.id is None else f" {found.id!r}"
+            raise DocumentError(f"document{name}: its {what} holds half a character (a lone surrogate)")
+    return found
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be written as UTF-8: no surrogate stands alone."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def header_ids(tokenizer: Tokenizer, format: PromptFormat) -> Tensor:
@@ -161,6 +179,10 @@ def chunks(tokenizer: Tokenizer, format: PromptFormat, documents: Iterable[str |
     """
     if isinstance(documents, str | Document):
         raise DocumentError("documents must be a list; put the one document into brackets")
+    if isinstance(documents, Mapping | IOBase) or not isinstance(documents, Iterable):
+        raise DocumentError(
+            f"documents must be a list of strings or Documents, got {type(documents).__name__}"
+        )
     found = []
     for place, document in enumerate(map(as_document, documents)):
         if not document.text.strip():
@@ -185,8 +207,12 @@ def prompt(
     """
     if not isinstance(question, str):
         raise PromptError(f"the question must be a string, got {type(question).__name__}")
+    if not isinstance(question, str):
+        raise PromptError(f"the question must be a string, got {type(question).__name__}")
     if not question.strip():
         raise PromptError("the question is empty; ask something")
+    if not is_unicode(question):
+        raise PromptError("the question holds half a character (a lone surrogate); write it in UTF-8")
     frame = _frame(tokenizer, format)
     parts = chunks(tokenizer, format, documents)
     before = tokenizer.encode(frame.before, special=True)

@@ -38,6 +38,8 @@ def recompute(
 
 
 def _checked(rows: Tensor, cache: SplicedCache) -> Tensor:
+    if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
+        raise ValueError("rows to recompute must be a one-dimensional tensor of row numbers, int64")
     rows = rows.to(cache.device, torch.int64).sort().values
     if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < cache.num_rows:
         raise ValueError(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -147,6 +147,64 @@ def test_generate_goes_on_after_dropped_rows(llama_loom: Loom) -> None:
         place = torch.tensor([ours.next_position])
         logits = llama_loom.decoder.forward(torch.tensor(expected[-1:]), place, ours, num_new=1)
     assert made[0, len(prompt.question_ids) :].tolist() == expected
+
+
+def test_what_a_cache_of_one_sequence_cannot_do_is_refused_and_changes_nothing(llama_loom: Loom) -> None:
+    cache = llama_loom.context(QUESTION, DOCUMENTS)
+    ids = llama_loom.prompt(QUESTION, DOCUMENTS).question_ids
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = llama_loom.model.generate(
+        **llama_loom.context(QUESTION, DOCUMENTS).generate_kwargs(ids), **options
+    )
+    before = cache.num_rows, cache.get_seq_length(), cache.next_position
+    with pytest.raises(ValueError, match="one sequence"):
+        llama_loom.model.generate(**cache.generate_kwargs(ids), num_beams=2, **options)
+    assert (cache.num_rows, cache.get_seq_length(), cache.next_position) == before
+    assert torch.equal(llama_loom.model.generate(**cache.generate_kwargs(ids), **options), expected)
+    for change in (cache.reset, lambda: cache.crop(-1), lambda: cache.reorder_cache(torch.tensor([0]))):
+        with pytest.raises(NotImplementedError, match="splice a new one"):
+            change()
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3), torch.zeros(0, dtype=torch.int64)]
+)
+def test_only_token_ids_of_one_sequence_go_on(ids: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="input_ids must be"):
+        filled().generate_kwargs(ids)
+
+
+def test_a_used_cache_or_that_of_another_prompt_is_refused(llama_loom: Loom) -> None:
+    prompt, other = llama_loom.prompt(QUESTION, DOCUMENTS), llama_loom.prompt(QUESTION, DOCUMENTS[::-1])
+    cache = llama_loom.splice(prompt)
+    with pytest.raises(ValueError, match="splice the prompt anew"):
+        llama_loom.select(cache, other, "infoflow")
+    llama_loom.recompute(cache, torch.arange(0), prompt)
+    for again in (
+        lambda: llama_loom.recompute(cache, torch.arange(0), prompt),
+        lambda: llama_loom.select(cache, prompt, "infoflow"),
+    ):
+        with pytest.raises(ValueError, match="nothing after them"):
+            again()
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([True, False]), torch.tensor([1.5]), [1, 2], torch.tensor(3)])
+def test_rows_are_row_numbers(llama_loom: Loom, rows: Any) -> None:
+    prompt = llama_loom.prompt(QUESTION, DOCUMENTS)
+    with pytest.raises(ValueError, match="one-dimensional tensor of row numbers"):
+        llama_loom.recompute(llama_loom.splice(prompt), rows, prompt)
+
+
+def test_rows_out_of_range_or_repeated_are_refused(llama_loom: Loom) -> None:
+    prompt = llama_loom.prompt(QUESTION, DOCUMENTS)
+    cache = llama_loom.splice(prompt)
+    for rows, message in (
+        ([cache.num_rows], "must lie in"),
+        ([-1], "must lie in"),
+        ([3, 3], "must not repeat"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llama_loom.recompute(cache, torch.tensor(rows), prompt)
 
 
 def test_a_batch_is_refused() -> None:

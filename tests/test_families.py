@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from byte_tokenizer import ByteTokenizer
-from tiny_models import FAMILIES, REFUSED, build
+from tiny_models import FAMILIES, FLOAT32, REFUSED, build
 from transformers import T5Config, T5ForConditionalGeneration
 
 from kvloom import families
@@ -39,10 +39,10 @@ def test_longrope_is_limited_to_the_length_where_its_frequencies_are_constant() 
 
 def test_the_check_sees_a_wrong_rotation() -> None:
     decoder = Decoder(build(FAMILIES["llama"]))
-    assert max(families.rotation_errors(decoder)) < 1e-5
+    assert max(families.rotation_errors(decoder)) < FLOAT32
     decoder.rotary.inv_freq.mul_(1.01)
     errors = families.rotation_errors(decoder)
-    assert max(errors) < 1e-5, "a scaled rotary is still a rotary"
+    assert max(errors) < FLOAT32, "a scaled rotary is still a rotary"
     true_rotation = decoder.rotation
     decoder.rotation = lambda delta: true_rotation(delta + 1)  # type: ignore[method-assign]
     with pytest.raises(UnsupportedModel, match="wrong in 3 of 3 layers"):
@@ -76,3 +76,18 @@ def test_fingerprint_tells_models_apart() -> None:
         weight = swapped.model.layers[1].mlp.up_proj.weight
         weight[[3, 4]] = weight[[4, 3]]
     assert Decoder(swapped).fingerprint not in prints
+
+
+def test_the_check_looks_at_far_moves_too() -> None:
+    decoder = Decoder(build(FAMILIES["llama"]))
+    true_rotation = decoder.rotation
+    decoder.rotation = lambda delta: true_rotation(delta + (delta > 64))  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModel, match="wrong in 3 of 3 layers"):
+        families.check(decoder)
+
+
+def test_fingerprint_sees_flipped_signs() -> None:
+    plain, flipped = build(FAMILIES["llama"]), build(FAMILIES["llama"])
+    with torch.no_grad():
+        flipped.model.layers[1].mlp.up_proj.weight[5].mul_(-1)
+    assert Decoder(plain).fingerprint != Decoder(flipped).fingerprint

@@ -34,6 +34,11 @@ def test_temperature_top_k_and_top_p_shape_the_distribution() -> None:
     assert cold[1] > 0.99
 
 
+def test_extreme_temperatures_and_masses_leave_the_best_token() -> None:
+    for options in ({"temperature": 1e-40}, {"temperature": 1, "top_p": 1e-320}):
+        assert Sampling(**options, seed=0).chooser()(LOGITS) == 1
+
+
 def test_a_seed_repeats_an_answer_and_other_seeds_differ(llama_loom: Loom) -> None:
     def sample(seed: int) -> list[int]:
         return llama_loom.answer(QUESTION, DOCUMENTS, temperature=2.0, seed=seed, max_new_tokens=8).token_ids
@@ -51,6 +56,9 @@ def test_a_seed_repeats_an_answer_and_other_seeds_differ(llama_loom: Loom) -> No
         ({"top_k": 0}, "top_k must be at least 1"),
         ({"top_p": 0}, "top_p must lie above 0"),
         ({"stop": [""]}, "stop string must not be empty"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
+        ({"seed": 2**70}, "seed must lie in"),
+        ({"stop": [1]}, "stop must be a text or a list of texts"),
         ({"max_tokens": 5}, "did you mean 'max_new_tokens'"),
     ],
 )

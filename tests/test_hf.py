@@ -7,10 +7,11 @@ import threading
 import pytest
 import torch
 from byte_tokenizer import ByteTokenizer
-from tiny_models import DOCUMENTS, FAMILIES, FLOAT32, QUESTION, build, difference
+from tiny_models import DOCUMENTS, FAMILIES, FLOAT32, QUESTION, build, difference, loom_of
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvloom.cache import CACHE_ARGUMENT
+from kvloom.errors import UnsupportedModel
 from kvloom.hf import ATTENTION
 from kvloom.loom import Loom
 
@@ -79,3 +80,12 @@ def test_two_threads_do_not_share_state(llama_loom: Loom) -> None:
     for thread in threads:
         thread.join()
     assert together == alone
+
+
+def test_a_model_that_was_switched_to_another_attention_is_refused_before_it_stores_wrong_kv() -> None:
+    loom = loom_of("llama")
+    loom.model.set_attn_implementation("sdpa")
+    for act in (lambda: loom.index(DOCUMENTS), lambda: loom.answer(QUESTION, DOCUMENTS)):
+        with pytest.raises(UnsupportedModel, match="switched to 'sdpa' attention after kvloom took it"):
+            act()
+    assert list(loom.store.keys()) == []

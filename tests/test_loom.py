@@ -221,6 +221,37 @@ def test_nothing_to_ask_or_to_read_is_refused(
         llama_loom.answer(question, documents)
 
 
+@pytest.mark.parametrize(
+    "documents", [None, 3, {"a": "text"}, "one text", ["half \ud800"], [3], [Document("a", title=3)]]
+)  # type: ignore[arg-type]
+def test_what_is_not_a_list_of_documents_is_refused(llama_loom: Loom, documents: Any) -> None:
+    with pytest.raises(DocumentError):
+        llama_loom.answer(QUESTION, documents)
+
+
+@pytest.mark.parametrize("question", [None, 3, "half \ud800"])
+def test_what_is_not_a_question_is_refused(llama_loom: Loom, question: Any) -> None:
+    with pytest.raises(PromptError):
+        llama_loom.answer(question, DOCUMENTS)
+
+
+@pytest.mark.parametrize("selector", [None, 3, InfoFlow])
+def test_what_is_not_a_selector_is_refused(llama_loom: Loom, selector: Any) -> None:
+    with pytest.raises(MethodError, match="a selector is a name or an instance"):
+        llama_loom.answer(QUESTION, DOCUMENTS, selector=selector)
+
+
+def test_an_unknown_reorder_is_refused(llama_loom: Loom) -> None:
+    with pytest.raises(MethodError, match="reorder must be True, False or 'chunks'"):
+        llama_loom.answer(QUESTION, DOCUMENTS, reorder="document")  # type: ignore[arg-type]
+
+
+def test_a_chunk_that_no_prompt_could_hold_is_not_indexed() -> None:
+    loom = loom_of("llama", prompt_format=PromptFormat(chunk_tokens=4000))
+    with pytest.raises(ContextTooLong, match="give a smaller chunk_tokens"):
+        loom.index(["word " * 700])
+
+
 # --- the store in the line
 
 

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from byte_tokenizer import ByteTokenizer
-from tiny_models import DOCUMENTS, FAMILIES, QUESTION, build, loom_of
+from tiny_models import DOCUMENTS, QUESTION, loom_of
 
 from kvloom.errors import PromptError
-from kvloom.loom import Loom
 from kvloom.selectors import InfoFlow, NoRecompute
 from kvloom.verify import kl_divergence
+
+if TYPE_CHECKING:
+    from kvloom.loom import Loom
 
 QUESTIONS = [QUESTION, "What colour was the cloth?"]
 
@@ -34,7 +36,7 @@ def test_report_measures_every_method_against_full_prefill() -> None:
     assert none.mean_rows == 0
     assert everything.mean_kl < 1e-6
     assert everything.top1_agreement == 1
-    assert report.recompute_all_error < 1e-4
+    assert max(report.recompute_all_error, report.moved_keys_error) < 1e-4
     assert max(report.rotation_errors) < 1e-4
     assert report.num_questions == 2
     assert report.passed
@@ -51,25 +53,28 @@ def test_the_pass_mark_can_be_missed() -> None:
     assert "infoflow at 100% meets it, or use full prefill" in nearer.sentence
 
 
-def test_a_model_that_is_not_as_assumed_fails() -> None:
-    """Keys moved to the wrong place: what the report's second question is there to see."""
-    loom = Loom(build(FAMILIES["llama"]), ByteTokenizer())
+def test_a_rotation_that_is_wrong_far_away_fails() -> None:
+    """Right for the check at load time, wrong for the distances of a real prompt."""
+    loom = loom_of("llama")
     true_rotation = loom.decoder.rotation
+    loom.decoder.rotation = lambda delta: true_rotation(delta + (delta > 64))  # type: ignore[method-assign]
+    report = loom.verify(QUESTIONS, DOCUMENTS, ratios=(), max_kl=1e9, min_top1=0)
+    assert report.moved_keys_error > 0.1
+    assert report.recompute_all_error < 1e-4
+    assert not report.passed
+    assert report.sentence.startswith("Do not reuse chunks with this model")
+
+
+def test_values_that_are_not_as_computed_fail() -> None:
+    loom = loom_of("llama")
     loom.index(DOCUMENTS)
-    loom.chunks.store.delete(
-        loom.chunks.key(
-            loom.prompt(QUESTION, DOCUMENTS).header_ids, loom.prompt(QUESTION, DOCUMENTS).chunk_ids[0]
-        )
-    )
-    loom.decoder.rotation = lambda delta: true_rotation(delta + 5)  # type: ignore[method-assign]
     for key in list(loom.store.keys()):
         kv = loom.store.get(key)
         assert kv is not None
         kv.values[1].mul_(-1)
-    report = loom.verify(QUESTIONS, DOCUMENTS, ratios=())
-    assert not report.passed
+    report = loom.verify(QUESTIONS, DOCUMENTS, ratios=(), max_kl=1e9, min_top1=0)
     assert report.recompute_all_error > 1e-3
-    assert report.sentence.startswith("Do not reuse chunks with this model")
+    assert not report.passed
 
 
 def test_only_the_top_documents_are_read() -> None:
@@ -80,3 +85,5 @@ def test_only_the_top_documents_are_read() -> None:
 def test_without_questions_there_is_nothing_to_verify(llama_loom: Loom) -> None:
     with pytest.raises(PromptError, match="at least one question"):
         llama_loom.verify([], DOCUMENTS)
+    with pytest.raises(PromptError, match="must be a list"):
+        llama_loom.verify("Who?", DOCUMENTS)

@@ -114,6 +114,8 @@ def check_device(device: str | None) -> None:
     """Raises ``MethodError`` for a device that torch cannot use here."""
     import torch
 
+    if device == "meta":
+        raise MethodError("device 'meta' holds no numbers; name one that computes, such as cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts

@@ -26,8 +26,7 @@ from kvloom.errors import ContextTooLong, EvalError, MethodError
 from kvloom.eval import metrics
 from kvloom.eval.benchmark import Benchmark, Sample, as_passages, digest, joined
 from kvloom.generate import AnswerStream, Sampling
-from kvloom.loom import Loom, Reorder, as_selector
-from kvloom.selectors import Full, Selector
+from kvloom.selectors import Full, Selector, as_selector
 from kvloom.trace import Trace
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvloom.cache import SplicedCache
+    from kvloom.loom import Loom, Reorder
 
 logger = logging.getLogger(__name__)
 

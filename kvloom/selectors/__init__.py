@@ -1,6 +1,6 @@
 """Selectors: which rows of a spliced cache to recompute. One file per method, one registration in it."""
 
-from kvloom.selectors.base import Selector, select, selectors
+from kvloom.selectors.base import Selector, as_selector, select, selectors
 from kvloom.selectors.cacheblend import CacheBlend
 from kvloom.selectors.epic import Epic
 from kvloom.selectors.full import Full
@@ -16,6 +16,7 @@ __all__ = [
     "NoRecompute",
     "Random",
     "Selector",
+    "as_selector",
     "select",
     "selectors",
 ]

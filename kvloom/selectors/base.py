@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvloom.errors import MethodError
 from kvloom.registry import Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from kvloom.probe import Probe
@@ -29,7 +31,11 @@ class Selector(ABC):
     reuses: ClassVar[bool] = True  # False: nothing is spliced, the whole prompt is prefilled
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ratio <= 1:
+        if (
+            isinstance(self.ratio, bool)
+            or not isinstance(self.ratio, int | float)
+            or not 0 <= self.ratio <= 1
+        ):
             raise MethodError(
                 f"{self.name}: ratio is the share of rows to recompute, from 0 to 1, got {self.ratio}"
             )
@@ -97,3 +103,16 @@ def select(selector: Selector, probe: Probe) -> Tensor:
         raise MethodError(f"{selector.name}: score is not a number for {int(scores.isnan().sum())} rows")
     best = scores[candidates].sort(descending=True, stable=True).indices[:num_rows]
     return candidates[best].sort().values
+
+
+def as_selector(selector: Selector | str, options: Mapping[str, Any] | None = None) -> Selector:
+    """The instance given, or one of the registered name with options as data; ``MethodError`` for others."""
+    if isinstance(selector, str):
+        return selectors.build(selector, options)
+    if not isinstance(selector, Selector):
+        raise MethodError(
+            f"a selector is a name or an instance such as InfoFlow(ratio=0.15), got {selector!r}"
+        )
+    if options:
+        raise TypeError("options go with a selector's name; an instance has its own")
+    return selector

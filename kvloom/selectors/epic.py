@@ -30,8 +30,8 @@ class Epic(Selector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.k is not None and self.k < 1:
-            raise MethodError(f"epic: k is a number of rows per chunk and at least 1, got {self.k}")
+        if self.k is not None and (not isinstance(self.k, int) or self.k < 1):
+            raise MethodError(f"epic: k is a number of rows per chunk and at least 1, got {self.k!r}")
 
     def budget(self, probe: Probe) -> int:
         if self.k is None:

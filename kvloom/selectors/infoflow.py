@@ -128,6 +128,8 @@ def _parse_layers(layers: Layers) -> Band | tuple[int, ...]:
         except ValueError:
             raise problem from None
         is_band = separator == "-"
+    elif not isinstance(layers, tuple | list):
+        raise problem
     else:
         parts = list(layers)
         is_band = any(isinstance(part, float) for part in parts)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import time
 import uuid
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvloom.store.format import DamagedEntry, NewerFormat, decode, decode_head, 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from io import BufferedReader
     from typing import Self
 
     from kvloom.kv import ChunkKV
@@ -65,7 +67,7 @@ class DiskStore(Store):
 
     def get(self, key: str) -> ChunkKV | None:
         """The entry, its CPU tensors sharing one buffer; or None, and `rejections` has any fault."""
-        return self._decoded(key, lambda path: decode(key, _read(path)))
+        return self._decoded(key, lambda path: decode(key, _read(key, path)))
 
     def describe(self, key: str) -> EntryHead | None:
         return self._decoded(key, lambda path: decode_head(key, *_read_head(path)))
@@ -89,6 +91,8 @@ class DiskStore(Store):
         pieces = encode(key, kv)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if path.is_dir():
+                self.reject(key, "a folder stood in its place")
             _write(path, pieces)
         except OSError as error:
             remedy = "free space" if error.errno in _FULL else "make it writable"
@@ -172,16 +176,31 @@ class DiskStore(Store):
                             os.unlink(entry.path)
 
 
-def _read(path: Path) -> memoryview:
-    """The file's bytes in memory of their own: a mapped file that is cut short would kill the process."""
-    with open(path, "rb") as file:
+def _open(path: Path) -> BufferedReader:
+    """The file, opened without waiting for anyone; ``DamagedEntry`` for a folder, a pipe or a device in its
+    place.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedEntry("it is not a regular file")
+    return open(descriptor, "rb")
+
+
+def _read(key: str, path: Path) -> memoryview:
+    """The file's bytes in memory of their own: a mapped file that is cut short would kill the process.
+
+    The header is checked first, so that a file which only claims to be large takes no memory.
+    """
+    decode_head(key, *_read_head(path))
+    with _open(path) as file:
         content = numpy.empty(os.fstat(file.fileno()).st_size, dtype=numpy.uint8).data
         return content[: file.readinto(content)]
 
 
 def _read_head(path: Path) -> tuple[memoryview, int]:
     """The file's bytes up to the end of its header, and the size of the whole."""
-    with open(path, "rb") as file:
+    with _open(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         beginning = file.read(8)
         rest = file.read(max(0, head_bytes(beginning, num_bytes) - len(beginning)))

@@ -128,9 +128,15 @@ def decode(key: str, content: memoryview) -> ChunkKV:
 def decode_head(key: str, head: memoryview, num_bytes: int) -> EntryHead:
     """What the file of `num_bytes` says of itself, from its first bytes up to the end of its header.
 
-    The tensors are not looked at. Raises as `decode` does.
+    The tensors are not looked at, but the file must be as long as they say. Raises as `decode` does.
     """
-    header, _ = _read_header(head)
+    header, data_begin = _read_header(head)
+    ends = [
+        _read_extent(name, entry, data_begin).end for name, entry in header.items() if name != "__metadata__"
+    ]
+    _require(
+        max(ends, default=data_begin) == num_bytes, f"is {num_bytes} bytes long, its header says otherwise"
+    )
     metadata = header["__metadata__"]
     if metadata["key"] != key:
         raise DamagedEntry(f"holds the chunk of another key, {metadata['key']}")
