@@ -71,7 +71,7 @@ def print_index(summary: Mapping[str, Any]) -> None:
     )
     typer.echo(f"{summary['seconds']:.1f} s{pace}")
     held = "" if summary["store_bytes"] is None else f", {size(summary['store_bytes'])}"
-    typer.echo(f"{summary['store']} holds {summary['store_entries']:,} entries{held}")
+    typer.echo(f"{summary['store']} holds {summary['store_entries']:,} entries (chunks, headers){held}")
 
 
 def interrupted_index(done: int, total: int) -> str:
@@ -121,7 +121,8 @@ def print_report(report: Report) -> None:
         f"{report.mean_context_tokens:,.0f} context tokens on average"
     )
     typer.echo(
-        f"moved keys     relative error at most {layers[worst]:.1e} (layer {worst} of 0 to {len(layers) - 1})"
+        f"moved keys     relative error at most {layers[worst]:.1e} (layer {worst} of 0 to {len(layers) - 1}), "
+        f"{report.moved_keys_error:.1e} in these prompts"
     )
     typer.echo(
         f"recompute all  differs from full prefill by {report.recompute_all_error:.1e} of the largest logit"
