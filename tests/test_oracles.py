@@ -55,7 +55,7 @@ def test_recomputing_every_row_equals_full_prefill(family_loom: Loom, prompt: Pr
 
 @pytest.mark.parametrize("order", [DOCUMENTS, [DOCUMENTS[2], *DOCUMENTS]])
 def test_recomputing_all_but_the_first_chunk_equals_full_prefill(family_loom: Loom, order: list[str]) -> None:
-    """Unlike recomputing every row, this fails when the stored keys or values of the first chunk are wrong."""
+    """Unlike recomputing every row, this fails when stored keys or values of the first chunk are wrong."""
     prompt = family_loom.prompt(QUESTION, order)
     full, expected = family_loom.full_prefill(prompt)
     cache = family_loom.splice(prompt)

@@ -54,7 +54,7 @@ def draw_line(axes: Axes) -> None:
     axes.set_ylim(0, 4.3)
     axes.axis("off")
     axes.text(0.05, 4.05, "once per document", fontsize=8.5, color=FAINT)
-    box(axes, 0.1, 2.95, 2.3, "prefill", "each chunk alone, behind the header")
+    box(axes, 0.1, 2.95, 2.3, "prefill", "each chunk behind the header")
     box(axes, 3.0, 2.95, 2.3, "store", "one checked file per chunk")
     arrow(axes, (2.45, 3.37), (2.97, 3.37))
     axes.text(0.05, 2.42, "per question", fontsize=8.5, color=FAINT)

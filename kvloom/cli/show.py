@@ -121,8 +121,8 @@ def print_report(report: Report) -> None:
         f"{report.mean_context_tokens:,.0f} context tokens on average"
     )
     typer.echo(
-        f"moved keys     relative error at most {layers[worst]:.1e} (layer {worst} of 0 to {len(layers) - 1}), "
-        f"{report.moved_keys_error:.1e} in these prompts"
+        f"moved keys     relative error at most {layers[worst]:.1e} "
+        f"(layer {worst} of 0 to {len(layers) - 1}), {report.moved_keys_error:.1e} in these prompts"
     )
     typer.echo(
         f"recompute all  differs from full prefill by {report.recompute_all_error:.1e} of the largest logit"
