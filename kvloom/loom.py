@@ -108,9 +108,8 @@ class Loom:
         longest = len(self._prefill_header()) + max(len(chunk.token_ids) for chunk in chunks)
         if self.decoder.max_length is not None and longest > self.decoder.max_length:
             raise ContextTooLong(
-                f"a chunk has {longest:,} tokens with the prompt's header, model takes "
-                f"{self.decoder.max_length:,}: "
-                "give a smaller chunk_tokens"
+                f"a chunk has {longest:,} tokens with the prompt's header, "
+                f"model takes {self.decoder.max_length:,}: give a smaller chunk_tokens"
             )
         return self.chunks.index(self._prefill_header(), [chunk.token_ids for chunk in chunks], on_progress)
 
@@ -136,11 +135,14 @@ class Loom:
         room = limit - max_new_tokens - len(prompt.question_ids)
         fitting = sum(1 for span in prompt.document_spans if span.stop <= room)
         asked = f"prompt has {prompt.num_tokens:,} tokens"
-        if prompt.num_tokens <= limit:
-            asked += f" and the answer may have {max_new_tokens:,}"
         advice = (
             f"give fewer documents or --top {fitting}" if fitting else "give a shorter document or question"
         )
+        if prompt.num_tokens < limit:
+            asked += f" and the answer may have {max_new_tokens:,}"
+            advice = f"ask for at most {limit - prompt.num_tokens:,} new tokens" + (
+                f", or {advice}" if fitting else ""
+            )
         raise ContextTooLong(f"{asked}, model takes {limit:,}: {advice}")
 
     # --- chunks -> spliced cache
@@ -161,9 +163,8 @@ class Loom:
         cache.announce(prompt.header_ids, torch.arange(num_header), exact=True)
         behind = self._prefill_header()
         for ids, start in zip(prompt.chunk_ids, layout.starts, strict=True):
-            is_exact = (
-                start == len(behind) == num_header
-            )  # computed at this very place behind this very header
+            # Computed at this very place, behind this very header.
+            is_exact = start == len(behind) == num_header
             cache.spans.append(cache.announce(ids, start + torch.arange(len(ids)), exact=is_exact))
         cache.next_position = layout.next_position
         cache.allocate()

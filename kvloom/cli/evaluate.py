@@ -13,7 +13,9 @@ from kvloom.cli.output import Activity, count, echo_json, remark
 def evaluate(
     sets: Annotated[
         list[str],
-        typer.Argument(metavar="SETS...", help="Names of sets, such as hotpotqa or needle:lengths=500,1000."),
+        typer.Argument(
+            metavar="SETS...", help="Names of sets, such as hotpotqa or needle:lengths=[500,1000]."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the run; resumed if begun.")],
     model: Model = None,
