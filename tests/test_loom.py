@@ -194,7 +194,7 @@ def test_context_too_long_is_said_before_any_work() -> None:
     assert store.put_keys == []
     with pytest.raises(
         ContextTooLong,
-        match="and the answer may have 2,000, model takes 2,048: ask for at most 1,501 new tokens",
+        match="and the answer may have 2,000, model takes 2,048: ask for at most 1,505 new tokens",
     ):
         loom.answer(QUESTION, documents[:1], max_new_tokens=2000)
     with pytest.raises(ContextTooLong, match="give a shorter document or question"):
