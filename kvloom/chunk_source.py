@@ -57,15 +57,17 @@ class ChunkSource:
             header = self._header(header_ids, Trace(), must_store=True)
             names = list(missing)
             for pack in packs([len(ids) for ids in missing.values()]):
-                # Another process may have stored some of them since.
-                left = {
-                    names[place]: missing[names[place]] for place in pack if names[place] not in self.store
-                }
+                here = {names[place]: missing[names[place]] for place in pack}
+                left = {key: ids for key, ids in here.items() if key not in self.store}
+                if len(left) < len(here):  # another process stored some meanwhile
+                    done += sum(len(ids) for key, ids in here.items() if key not in left)
+                    if on_progress is not None:
+                        on_progress(done, total)
                 for key, kv in zip(left, prefill(self.decoder, list(left.values()), header), strict=True):
                     self.store.put(key, kv)
-                done += sum(len(missing[names[place]]) for place in pack)
-                if on_progress is not None:
-                    on_progress(done, total)
+                    done += kv.num_tokens
+                    if on_progress is not None:
+                        on_progress(done, total)
         return keys
 
     def supply(

@@ -38,7 +38,8 @@ def test_index_computes_each_chunk_once() -> None:
     assert keys[4] == keys[0]
     assert len(set(keys)) == 4
     assert len(store.put_keys) == 5, "four chunks and the header"
-    assert progress[-1][0] == progress[-1][1] == sum(len(d) + 2 for d in DOCUMENTS)
+    lengths = [len(document) + 2 for document in DOCUMENTS]
+    assert progress == [(sum(lengths[:count]), sum(lengths)) for count in range(5)], "chunk by chunk"
     assert loom.index(DOCUMENTS) == keys[:4]
     assert loom.index(["new", *DOCUMENTS])[1:] == keys[:4]
     assert len(store.put_keys) == 6
@@ -250,6 +251,30 @@ def test_a_chunk_that_no_prompt_could_hold_is_not_indexed() -> None:
     loom = loom_of("llama", prompt_format=PromptFormat(chunk_tokens=4000))
     with pytest.raises(ContextTooLong, match="give a smaller chunk_tokens"):
         loom.index(["word " * 700])
+
+
+def test_what_another_process_stored_meanwhile_is_not_computed_again() -> None:
+    class Racing(CountingStore):
+        """Another process stores the second pack while this one computes the first."""
+
+        def put(self, key: str, kv: ChunkKV) -> None:
+            super().put(key, kv)
+            if len(self.put_keys) == 2:
+                for other in keys[1:]:
+                    self.put_keys.append("theirs")
+                    MemoryStore.put(self, other, theirs[other])
+
+    helper = loom_of("llama")
+    keys = helper.index(DOCUMENTS)
+    theirs = {key: kv for key in keys if (kv := helper.store.get(key)) is not None}
+    store = Racing()
+    loom = loom_of("llama", store=store)
+    progress: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvloom.prefill.PACKED_TOKENS", 1)
+        loom.index(DOCUMENTS, on_progress=lambda done, _: progress.append(done))
+    assert store.put_keys == [store.put_keys[0], keys[0], "theirs", "theirs", "theirs"]
+    assert progress[-1] == sum(len(document) + 2 for document in DOCUMENTS)
 
 
 # --- the store in the line
