@@ -105,13 +105,14 @@ class Loom:
         tokens.
         """
         chunks = cut_into_chunks(self.tokenizer, self.prompt_format, documents)
-        longest = len(self._prefill_header()) + max(len(chunk.token_ids) for chunk in chunks)
+        behind = self._prefill_header()
+        longest = len(behind) + max(len(chunk.token_ids) for chunk in chunks)
         if self.decoder.max_length is not None and longest > self.decoder.max_length:
             raise ContextTooLong(
                 f"a chunk has {longest:,} tokens with the prompt's header, "
                 f"model takes {self.decoder.max_length:,}: give a smaller chunk_tokens"
             )
-        return self.chunks.index(self._prefill_header(), [chunk.token_ids for chunk in chunks], on_progress)
+        return self.chunks.index(behind, [chunk.token_ids for chunk in chunks], on_progress)
 
     def _prefill_header(self) -> Tensor:
         """The tokens behind which chunks are prefilled: the prompt's header, or none with

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvloom.errors import PromptError
 from kvloom.prompt import Document, Prompt, as_document
 from kvloom.retrieve import Retriever
-from kvloom.selectors import InfoFlow, NoRecompute, Selector, as_selector
+from kvloom.selectors import Full, InfoFlow, NoRecompute, Selector, as_selector
 from kvloom.trace import Trace
 
 if TYPE_CHECKING:
@@ -96,11 +96,13 @@ def verify(
     for done, question in enumerate(questions):
         prompt = loom.prompt(question, [documents[i] for i in sorted(retriever.top(question, top))])
         lengths.append(len(prompt.context_ids))
-        full_cache, full, full_s = _full(loom, prompt)
-        moved_error = max(moved_error, _moved_keys_error(loom, prompt, full_cache))
-        exact_error = max(exact_error, _recompute_all_error(loom, prompt, full))
+        trace = Trace()
+        full_cache, full = loom.prepare(prompt, Full(), trace=trace)
+        cache = loom.splice(prompt)
+        moved_error = max(moved_error, _moved_keys_error(cache, full_cache))
+        exact_error = max(exact_error, _recompute_all_error(loom, prompt, cache, full))
         for method in methods:
-            seen[method].append(_look(loom, prompt, method, full, full_s))
+            seen[method].append(_look(loom, prompt, method, full, trace.seconds.ttft))
         if on_progress is not None:
             on_progress(done + 1, len(questions))
     reports = {method: _report(method, looks) for method, looks in seen.items()}
@@ -131,23 +133,14 @@ class _Seen:
     ttft_ratio: float
 
 
-def _full(loom: Loom, prompt: Prompt) -> tuple[SplicedCache, Tensor, float]:
-    trace = Trace()
-    with trace.seconds.clock("recompute", loom.decoder.synchronize):
-        cache, logits = loom.full_prefill(prompt)
-    return cache, logits, trace.seconds.ttft
-
-
-def _moved_keys_error(loom: Loom, prompt: Prompt, full: SplicedCache) -> float:
+def _moved_keys_error(cache: SplicedCache, full: SplicedCache) -> float:
     """Keys of layer 0 depend on their own token only, so every moved one must be that of a full prefill."""
-    cache = loom.splice(prompt)
     expected = full.keys(0)[:, : cache.num_rows].float()
     return float((cache.keys(0).float() - expected).abs().max() / expected.abs().max())
 
 
-def _recompute_all_error(loom: Loom, prompt: Prompt, full: Tensor) -> float:
-    """With every row computed again but those that are exact as stored."""
-    cache = loom.splice(prompt)
+def _recompute_all_error(loom: Loom, prompt: Prompt, cache: SplicedCache, full: Tensor) -> float:
+    """With every row of the spliced cache computed again but those that are exact as stored."""
     rows = (~cache.exact).nonzero().flatten()
     logits = loom.recompute(cache, rows, prompt)
     return float((logits - full).abs().max() / full.abs().max())
