@@ -305,6 +305,16 @@ class Decoder:
             part = apply(basis[..., :rotated], basis[..., :rotated], cos, sin)[1]
             return torch.cat([part, basis[..., rotated:]], -1)[0, 0].float()
 
+    def rotary_similarity(self, deltas: Tensor) -> Tensor:
+        """(D,) float32, at most 1: how alike the rotations of two positions are that lie `deltas` (D,) apart.
+
+        The mean over rotary pairs of the cosine of the angle between them: the cosine similarity that keys
+        and queries alike but for their positions would have.
+        """
+        basis = torch.zeros(1, device=self.device)
+        cos, _ = self.rotary(basis, position_ids=deltas[None].to(self.device))
+        return cos[0].float().mean(-1).cpu() / float(getattr(self.rotary, "attention_scaling", 1.0))
+
     def _rotary_function(self) -> Any:
         attention_module = sys.modules[
             type(_attention_of(getattr(self.body, self._layers_attribute)[0])).__module__

@@ -256,6 +256,7 @@ class Loom:
             logits = recompute(self.decoder, cache, rows, prompt.question_ids)
         assert logits is not None, "a prompt has at least one question token"
         trace.recomputed_rows += len(rows)
+        trace.rows += rows.tolist()
         trace.token_layers += (len(rows) + len(prompt.question_ids)) * self.decoder.num_layers
         return logits
 
@@ -284,6 +285,7 @@ class Loom:
             with trace.seconds.clock("recompute", self.decoder.synchronize):
                 cache, logits = self.full_prefill(prompt, reserve=reserve)
             trace.context_tokens = trace.recomputed_rows = len(prompt.context_ids)
+            trace.rows = list(range(trace.context_tokens))
             trace.token_layers = prompt.num_tokens * self.decoder.num_layers
         trace.kv_bytes = cache.num_bytes
         return cache, logits

@@ -8,7 +8,7 @@ chunks at that geometry's positions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -190,6 +190,14 @@ class Probe:
                 layer: torch.stack([cache.keys(layer), cache.values(layer)]) for layer in range(num_layers)
             }
         return [(pair[0], pair[1]) for pair in self._seen[key].values()]
+
+    def deviation(self, layer: int, of: Literal["values", "keys"] = "values") -> Tensor:
+        """(T,) float32: the squared difference between the stored values, or keys, of a layer and those of a
+        full prefill, summed over heads and channels. Costs the layers up to this one, for every row.
+        """
+        fresh = self.fresh(layer + 1)[layer][of == "values"]
+        stored = self.values(layer) if of == "values" else self.keys(layer)
+        return (fresh.float() - stored.float()).square().sum((0, 2))
 
     # --- the scoring pass
 

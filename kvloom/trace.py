@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 
 @dataclass
@@ -53,6 +53,7 @@ class Trace:
     reused_tokens: int = 0  # context tokens whose KV came from the store
     prefilled_tokens: int = 0  # context tokens of chunks that the store did not have
     recomputed_rows: int = 0  # context rows computed again, the question not counted
+    rows: list[int] = field(default_factory=list)  # which ones, of the context as read; of full prefill, all
     token_layers: int = (
         0  # rows x layers computed for this question: chosen rows, question, scoring and check layers
     )
@@ -62,8 +63,29 @@ class Trace:
     seconds: Seconds = field(default_factory=Seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON; `seconds` gains "ttft"."""
-        return asdict(self) | {"seconds": asdict(self.seconds) | {"ttft": self.seconds.ttft}}
+        """Plain data, for JSON; `rows` is as `as_ranges` writes it, and `seconds` gains "ttft"."""
+        seconds = asdict(self.seconds) | {"ttft": self.seconds.ttft}
+        return asdict(self) | {"rows": as_ranges(self.rows), "seconds": seconds}
+
+
+def as_ranges(rows: Sequence[int]) -> str:
+    """Ascending rows in short: ``[3, 4, 5, 9]`` as ``"3-5,9"``."""
+    runs: list[list[int]] = []
+    for row in rows:
+        if runs and row == runs[-1][1] + 1:
+            runs[-1][1] = row
+        else:
+            runs.append([row, row])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def from_ranges(text: str) -> list[int]:
+    """The rows that `as_ranges` wrote. Raises ``ValueError`` for another text."""
+    rows: list[int] = []
+    for part in text.split(",") if text else []:
+        first, _, last = part.partition("-")
+        rows += range(int(first), int(last or first) + 1)
+    return rows
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,12 @@ def evaluate(
     header: Annotated[
         str, typer.Option("--header", metavar="HOW", help="shared: chunks are prefilled behind it; or none.")
     ] = "shared",
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            "--max-context", min=1, metavar="N", help="Skip samples of a longer context.", show_default=False
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int,
         typer.Option("--max-new-tokens", min=0, metavar="N", help="Of greedy answers, for F1; 0 for none."),
@@ -81,7 +87,15 @@ def evaluate(
             name, store="memory:4GiB", dtype=dtype, device=device, prompt_format=prompt_format
         )
     recipe = make_recipe(
-        loom, name, benchmarks, samples, methods, limit=limit, chunks=chunks, max_new_tokens=max_new_tokens
+        loom,
+        name,
+        benchmarks,
+        samples,
+        methods,
+        limit=limit,
+        chunks=chunks,
+        max_new_tokens=max_new_tokens,
+        max_context=max_context,
     )
     folder = Run(out, recipe)
     with Activity("evaluating (samples)") as activity:

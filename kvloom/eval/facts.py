@@ -54,6 +54,8 @@ def eval_command(recipe: Recipe, out: str) -> str:
     if recipe.chunks != "passages":
         words += ["--chunks", recipe.chunks]
     words += _prompt_options(recipe.prompt_format)
+    if recipe.max_context is not None:
+        words += ["--max-context", str(recipe.max_context)]
     if recipe.max_new_tokens:
         words += ["--max-new-tokens", str(recipe.max_new_tokens)]
     return shlex.join([*words, "--out", out])

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvloom.cache import SplicedCache
     from kvloom.loom import Loom, Reorder
+    from kvloom.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Recipe:
     chunks: str  # "passages" or "fixed"
     prompt_format: str
     max_new_tokens: int  # of greedy answers; 0: none are generated
+    max_context: int | None = None  # tokens; samples with a longer context are skipped
     fingerprint: str
     data: dict[str, str]  # digest of each benchmark's samples
     kvloom_version: str = kvloom.__version__
@@ -123,6 +125,8 @@ class Result:
     text: str = ""
     f1: float | None = None
     exact_match: float | None = None
+    contains: float | None = None  # 1 if the greedy answer contains a gold one
+    rope_similarity: float | None = None  # of the recomputed rows to the question; None where there is none
 
 
 class Run:
@@ -203,6 +207,7 @@ def make_recipe(
     limit: int | None = None,
     chunks: str = "passages",
     max_new_tokens: int = 0,
+    max_context: int | None = None,
 ) -> Recipe:
     """The recipe of a run over the samples taken from the benchmarks."""
     if chunks not in ("passages", "fixed"):
@@ -218,6 +223,7 @@ def make_recipe(
         chunks=chunks,
         prompt_format=repr(loom.prompt_format),
         max_new_tokens=max_new_tokens,
+        max_context=max_context,
         fingerprint=loom.decoder.fingerprint,
         data={b.name: digest(taken) for b, taken in zip(benchmarks, samples, strict=True)},
     )
@@ -246,14 +252,16 @@ def run(
         if not missing:
             continue
         try:
-            for result in look(loom, benchmark, sample, missing, recipe.chunks, recipe.max_new_tokens):
+            for result in look(loom, benchmark, sample, missing, recipe):
                 run.add(result)
         except ContextTooLong as error:
             run.skip(benchmark.name, sample.id, str(error))
     if on_progress is not None:
         on_progress(len(pairs), len(pairs))
     if not run.done:
-        raise EvalError(f"none of {len(pairs)} samples fits the model's context; nothing was measured")
+        raise EvalError(
+            f"none of {len(pairs)} samples fits the model's context or --max-context; nothing was measured"
+        )
 
 
 def look(
@@ -261,12 +269,17 @@ def look(
     benchmark: Benchmark,
     sample: Sample,
     methods: Sequence[Method],
-    chunks: str,
-    max_new_tokens: int,
+    recipe: Recipe,
 ) -> Iterator[Result]:
-    """The results of the methods on one sample, after its chunks were indexed."""
-    documents = as_passages(sample) if chunks == "passages" else (joined(sample),)
+    """The results of the methods on one sample, after its chunks were indexed. Raises ``ContextTooLong``."""
+    max_new_tokens = recipe.max_new_tokens
+    documents = as_passages(sample) if recipe.chunks == "passages" else (joined(sample),)
     prompt = loom.prompt(sample.question, documents)
+    num_context = len(prompt.context_ids)
+    if recipe.max_context is not None and num_context > recipe.max_context:
+        raise ContextTooLong(
+            f"context has {num_context:,} tokens, the run takes {recipe.max_context:,} (--max-context)"
+        )
     gold = torch.tensor(loom.tokenizer.encode(sample.answers[0]))
     reserve = max(len(gold), max_new_tokens)
     loom.check_length(prompt, reserve)
@@ -294,6 +307,7 @@ def look(
         if max_new_tokens:
             measured["f1"] = metrics.token_f1(text, sample.answers)
             measured["exact_match"] = metrics.exact_match(text, sample.answers)
+            measured["contains"] = metrics.contains(text, sample.answers)
         yield Result(
             benchmark=benchmark.name,
             sample=sample.id,
@@ -301,6 +315,7 @@ def look(
             method=method.label,
             recipe=method.recipe,
             num_gold=len(gold),
+            rope_similarity=_rope_similarity(loom, prompt, trace.rows),
             trace=trace.as_dict(),
             text=text,
             **measured,
@@ -312,6 +327,18 @@ def _gold_logits(loom: Loom, cache: SplicedCache, first: Tensor, gold: Tensor) -
     with cache.untouched():
         rest = loom.decoder.follow(gold[:-1], cache) if len(gold) > 1 else first[:0].view(0, len(first))
     return torch.cat([first[None], rest.to(first.device)])
+
+
+def _rope_similarity(loom: Loom, prompt: Prompt, rows: Sequence[int]) -> float | None:
+    """The mean over rows and the question's tokens of the similarity of their rotations (the paper's Table 2,
+    as far as its caption says).
+    """
+    if not rows:
+        return None
+    asked = torch.tensor(prompt.question_span) + len(prompt.context_ids)
+    deltas = asked[:, None] - torch.tensor(rows)
+    table = loom.decoder.rotary_similarity(torch.arange(prompt.num_tokens))
+    return float(table[deltas].mean())
 
 
 def _greedy(loom: Loom, cache: SplicedCache, first: Tensor, max_new_tokens: int, trace: Trace) -> str:

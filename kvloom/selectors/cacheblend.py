@@ -53,9 +53,4 @@ class CacheBlend(Selector):
                 f"cacheblend: check_layer is {self.check_layer}, "
                 f"but the model has layers 0 to {probe.num_layers - 1}"
             )
-        keys, values = probe.fresh(self.fresh_layers)[self.check_layer]
-        stored = (
-            probe.values(self.check_layer) if self.deviation == "values" else probe.keys(self.check_layer)
-        )
-        fresh = values if self.deviation == "values" else keys
-        return (fresh.float() - stored.float()).square().sum((0, 2))
+        return probe.deviation(self.check_layer, self.deviation)

@@ -40,12 +40,16 @@ class InfoFlow(Selector):
     layers: Layers = "0.25-1"  # "paper", a band FROM-TO in shares of the depth, or layer indices "17,18,19"
     query: Literal["question", "suffix"] = "question"  # the raw question's tokens, or all after the chunks
     geometry: Literal["global", "hl-hp", "hl-tp", "tl-tp"] = "global"  # positions while scoring
+    weight: Literal["none", "deviation"] = (
+        "none"  # times the change of the row's layer-1 values, as CacheBlend's
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("reduction", (*REDUCTIONS, "combined"))
         self._check("query", QUERIES)
         self._check("geometry", LAYOUTS)
+        self._check("weight", ("none", "deviation"))
         if isinstance(self.layers, list):
             object.__setattr__(self, "layers", tuple(self.layers))
         _parse_layers(self.layers)
@@ -55,8 +59,13 @@ class InfoFlow(Selector):
             value = getattr(self, option)
             raise MethodError(f"infoflow: {option} must be one of {', '.join(allowed)}, got {value!r}")
 
+    @property
+    def fresh_layers(self) -> int:
+        return DEVIATION_LAYER + 1 if self.weight == "deviation" else 0
+
     def score(self, probe: Probe) -> Tensor:
-        return self._score(probe, self.geometry)
+        score = self._score(probe, self.geometry)
+        return score * probe.deviation(DEVIATION_LAYER).sqrt() if self.weight == "deviation" else score
 
     def _score(self, probe: Probe, geometry: str) -> Tensor:
         reductions = COMBINED if self.reduction == "combined" else (self.reduction,)
@@ -80,6 +89,9 @@ class InfoFlow(Selector):
         ranked = sorted(range(len(rates)), key=rates.__getitem__)
         return [index for place in ranked for index in probe.groups[place]]
 
+
+DEVIATION_LAYER = 1
+"""The first layer whose stored values differ from those of a full prefill."""
 
 COMBINED = ("entropy", "norm", "values")
 """What the authors' "combined" score averages, each scaled to 0..1 over the context."""

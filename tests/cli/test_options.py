@@ -32,7 +32,7 @@ OPTIONS = {
     "methods": {"--json"},
     "eval": {
         *("sets", "--out", "--model -m", "--method -s", "--data", "--limit", "--chunks", "--chunk-tokens"),
-        *("--header", "--max-new-tokens", "--seed", "--dtype", "--device", "--json"),
+        *("--header", "--max-context", "--max-new-tokens", "--seed", "--dtype", "--device", "--json"),
     },
     "report": {"runs", "--out"},
     "demo": {"--questions", "--json"},

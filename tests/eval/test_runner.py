@@ -13,6 +13,7 @@ from kvloom.eval.metrics import kl_per_token
 from kvloom.eval.runner import Method, Recipe, Run, look, make_recipe, read_lines, run
 from kvloom.prompt import Document
 from kvloom.selectors import InfoFlow, NoRecompute
+from kvloom.trace import from_ranges
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -162,9 +163,41 @@ def test_fixed_chunks_cut_the_joined_passages(tmp_path: Path) -> None:
     from kvloom.prompt import PromptFormat
 
     loom = loom_of("llama", prompt_format=PromptFormat(chunk_tokens=64))
-    result = next(look(loom, Small(), SAMPLES[0], [Method.parse("none")], "fixed", 0))
+    recipe = recipe_of(loom, chunks="fixed")
+    result = next(look(loom, Small(), SAMPLES[0], [Method.parse("none")], recipe))
     assert result.trace["context_tokens"] > len(loom.prompt(QUESTION, DOCUMENTS).context_ids)
     assert result.kl > 0
+
+
+def test_samples_of_a_longer_context_than_asked_for_are_skipped_and_counted(tmp_path: Path) -> None:
+    loom = loom_of("llama")
+    longest = len(loom.prompt(QUESTION, DOCUMENTS).context_ids)
+    lines = go(loom, tmp_path, max_context=longest - 1)
+    assert {line["sample"] for line in lines} == {"two"}
+    reasons = {line["sample"]: line["reason"] for line in read_lines(tmp_path / "skipped.jsonl")}
+    assert reasons["one"] == (
+        f"context has {longest:,} tokens, the run takes {longest - 1:,} (--max-context)"
+    )
+    with pytest.raises(EvalError, match=f"max_context {longest - 1} there, null now"):
+        Run(tmp_path, recipe_of(loom))
+
+
+def test_results_say_which_rows_were_recomputed_and_how_near_the_question_they_are(tmp_path: Path) -> None:
+    loom = loom_of("llama")
+    by = {(line["sample"], line["method"]): line for line in go(loom, tmp_path)}
+    prompt = loom.prompt(QUESTION, DOCUMENTS)
+    rows = loom.select(loom.splice(prompt), prompt, InfoFlow(ratio=0.3)).tolist()
+    line = by["one", "infoflow:ratio=0.3"]
+    assert from_ranges(line["trace"]["rows"]) == rows
+    assert by["one", "full"]["trace"]["rows"] == f"0-{len(prompt.context_ids) - 1}"
+    assert (by["one", "none"]["trace"]["rows"], by["one", "none"]["rope_similarity"]) == ("", None)
+    # the oracle: the cosine between a vector rotated to one place and to another, over its pairs of channels
+    similarities = []
+    for row in rows:
+        for asked in prompt.question_span:
+            rotation = loom.decoder.rotation(len(prompt.context_ids) + asked - row)
+            similarities.append(float(rotation.diagonal().mean()))
+    assert line["rope_similarity"] == pytest.approx(sum(similarities) / len(similarities), rel=1e-4)
 
 
 def test_no_sample_that_fits_is_an_error(tmp_path: Path) -> None:

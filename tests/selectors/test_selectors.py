@@ -217,6 +217,8 @@ def test_cacheblend_takes_the_rows_whose_values_change_most() -> None:
     fresh_keys[0, 6, 0] = 1
 
     class Changing(FakeProbe):
+        deviation = Probe.deviation
+
         def fresh(self, num_layers: int) -> list[tuple[Tensor, Tensor]]:
             self.asked.append(num_layers)
             return [(stored, stored)] * (num_layers - 1) + [(fresh_keys, fresh_values)]
@@ -260,6 +262,31 @@ def test_cacheblend_computes_its_first_layers_in_full(llama_loom: Loom) -> None:
     assert difference(cache.values(2)[:, context], full.values(2)[:, context]) > 100 * FLOAT32
     num_rows, num_question = len(rows), len(prompt.question_ids)
     assert trace.token_layers == 2 * len(prompt.context_ids) + 3 * (num_rows + num_question)
+
+
+def test_infoflow_weighted_by_deviation_multiplies_the_two_signals(llama_loom: Loom) -> None:
+    """Attention times the distance of layer-1 values; the two layers computed for it replace the stored KV,
+    and they are counted.
+    """
+    prompt = llama_loom.prompt(QUESTION, DOCUMENTS)
+    cache = llama_loom.splice(prompt)
+    full, _ = llama_loom.full_prefill(prompt)
+    probe = Probe(llama_loom.decoder, cache, prompt.question_ids, prompt.question_span)
+    context = slice(0, len(prompt.context_ids))
+    distance = (full.values(1)[:, context] - cache.values(1)).norm(dim=(0, 2))
+    expected = InfoFlow().score(probe) * distance
+    weighted = InfoFlow(ratio=0.2, weight="deviation")
+    assert difference(weighted.score(probe), expected) < FLOAT32
+    assert select(weighted, probe).tolist() != select(InfoFlow(ratio=0.2), probe).tolist()
+    trace = Trace()
+    repaired, _ = llama_loom.prepare(prompt, weighted, trace=trace)
+    assert difference(repaired.values(1)[:, context], full.values(1)[:, context]) < FLOAT32
+    scoring = InfoFlow(ratio=0.2)
+    plain = Trace()
+    llama_loom.prepare(prompt, scoring, trace=plain)
+    assert trace.token_layers == plain.token_layers + 2 * len(prompt.context_ids)
+    with pytest.raises(MethodError, match="weight must be one of none, deviation"):
+        InfoFlow(weight="values")  # type: ignore[arg-type]
 
 
 def test_random_is_seeded() -> None:
