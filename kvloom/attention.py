@@ -130,6 +130,21 @@ class Recorded:
         return torch.cat(outputs, 1).to(query.dtype)
 
 
+class Watched:
+    """Another plan's visibility, with each layer's queries handed to a listener before they attend.
+
+    `watch(layer, query, heads)` gets the rotated queries (H * G, S, D).
+    """
+
+    def __init__(self, plan: Plan, watch: Callable[[int, Tensor, Heads], None]) -> None:
+        self.plan = plan
+        self.watch = watch
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> Tensor:
+        self.watch(layer, query, heads)
+        return self.plan.attend(layer, query, keys, values, heads)
+
+
 class Packed:
     """Several sequences in one row of tokens, each seeing a shared header (the first keys) and its own past.
 
@@ -174,6 +189,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, heads: Hea
 def attention_weights(query: Tensor, keys: Tensor, mask: Tensor, heads: Heads) -> Tensor:
     """Softmax weights (H * G, S, T) in float32; with sinks the rows sum to less than 1."""
     num_heads, num_rows, _ = query.shape
+    if query.dtype == torch.float16:  # q.k may lie beyond its range where the scaled score does not
+        query, keys = query.float(), keys.float()
     grouped = query.reshape(
         keys.shape[0], -1, query.shape[-1]
     )  # (H, G * S, D): no copy of the keys per query head

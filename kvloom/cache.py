@@ -18,7 +18,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24.0") else "past_key_values"
 """What this version of transformers calls the cache that a forward reads and fills."""
@@ -55,6 +55,11 @@ class BufferLayer(CacheLayerMixin):
         self.overwrite: Tensor | None = None  # (S,) rows that the next update writes over before it appends
         self.rows: Tensor | None = None  # (H, T) which of the cache's rows are left; None: all of them
         self.is_initialized = True
+
+    def fill(self, keys: Tensor, values: Tensor, rows: Tensor | None) -> None:
+        """Holds keys and values (H, T, D) and nothing else, of the cache's `rows` (H, T) or of all."""
+        self.key_buffer, self.value_buffer = keys[None].clone(), values[None].clone()
+        self.length, self.rows = keys.shape[1], rows
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
@@ -135,6 +140,7 @@ class SplicedCache(Cache):
         self.spans: list[range] = []
         self.next_position = 0
         self.side: dict[str, Tensor] = {}
+        self._num_drops = 0
 
     # --- what it holds
 
@@ -191,6 +197,13 @@ class SplicedCache(Cache):
             layer._reserve(self.num_rows)
             layer.length = self.num_rows
 
+    def record(self, name: str, columns: Tensor) -> None:
+        """Adds side data, (S,) or (L, S), of the last S rows; rows that nothing was recorded of have nan."""
+        held = self.side.get(name, columns.new_empty((*columns.shape[:-1], 0)))
+        missing = self.num_rows - columns.shape[-1] - held.shape[-1]
+        gap = columns.new_full((*columns.shape[:-1], missing), torch.nan)
+        self.side[name] = torch.cat([held, gap, columns], -1)
+
     def write(self, layer: int, rows: range, keys: Tensor, values: Tensor) -> None:
         """Fills announced rows of a layer with keys (H, T, D) rotated to their positions, and values (H, T,
         D).
@@ -238,8 +251,19 @@ class SplicedCache(Cache):
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """Inside, forwards may append; on leaving, the cache holds again exactly what it held before."""
-        lengths = [layer.length for layer in self.layers]
-        kept = [layer.rows for layer in self.layers]
+        restore = self.checkpoint()
+        try:
+            yield
+        finally:
+            is_whole = restore()
+            assert is_whole, "rows were dropped inside, they cannot be taken back"
+
+    def checkpoint(self) -> Callable[[], bool]:
+        """A function that takes back what was appended since; where rows were dropped since, it does nothing
+        and returns False.
+        """
+        held = [(layer.length, layer.rows) for layer in self.layers]
+        num_drops = self._num_drops
         record = (
             self.token_ids,
             self.positions,
@@ -248,12 +272,27 @@ class SplicedCache(Cache):
             list(self.spans),
             dict(self.side),
         )
-        try:
-            yield
-        finally:
+
+        def restore() -> bool:
+            if self._num_drops != num_drops:
+                return False
             self.token_ids, self.positions, self.exact, self.next_position, self.spans, self.side = record
-            for layer, length, rows in zip(self.layers, lengths, kept, strict=True):
+            for layer, (length, rows) in zip(self.layers, held, strict=True):
                 layer.length, layer.rows = length, rows
+            return True
+
+        return restore
+
+    def truncate(self, num_rows: int) -> None:
+        """Forgets all rows from `num_rows` on. Raises ``ValueError`` where a layer dropped rows before."""
+        if any(layer.rows is not None for layer in self.layers):
+            raise ValueError("rows were dropped from this cache, so its end cannot be cut off")
+        for layer in self.layers:
+            layer.length = num_rows
+        self.token_ids, self.positions = self.token_ids[:num_rows], self.positions[:num_rows]
+        self.exact = self.exact[:num_rows]
+        self.side = {name: columns[..., :num_rows] for name, columns in self.side.items()}
+        self.next_position = int(self.positions.max()) + 1 if num_rows else 0
 
     def keep(self, layer: int, places: Tensor) -> None:
         """Drops all that a layer holds but `places`, (H, S) int64 or (1, S) for all heads, ascending; frees
@@ -269,6 +308,7 @@ class SplicedCache(Cache):
             raise ValueError(f"layer {layer}: places to keep must lie in 0..{held.length - 1}")
         if (places.diff(dim=1) <= 0).any():
             raise ValueError(f"layer {layer}: places to keep must be ascending, without repeats")
+        self._num_drops += 1
         held.rows = places.clone() if held.rows is None else held.rows.gather(1, places)
         index = places[None, :, :, None]
         held.key_buffer = held.keys.gather(2, index.expand(-1, -1, -1, held.key_buffer.shape[3]))

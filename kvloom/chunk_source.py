@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvloom.errors import StoreError
+from kvloom.errors import ContextTooLong, StoreError
 from kvloom.hf import Decoder, cat_ids
 from kvloom.prefill import packs, prefill
 from kvloom.store import Store, chunk_key
@@ -46,8 +46,14 @@ class ChunkSource:
 
         A chunk is stored as soon as it is computed, so an interrupted run continues where it stopped.
         `on_progress(done, total)` counts the tokens to compute. Raises ``StoreError`` when the store cannot
-        be written.
+        be written, and ``ContextTooLong``, before any work, for a chunk that the model cannot take.
         """
+        longest, limit = len(header_ids) + max(map(len, chunks)), self.decoder.max_length
+        if limit is not None and longest > limit:
+            raise ContextTooLong(
+                f"a chunk has {longest:,} tokens with the prompt's header, model takes {limit:,}: "
+                "give a smaller chunk_tokens"
+            )
         keys = [self.key(header_ids, ids) for ids in chunks]
         missing = {key: ids for key, ids in zip(keys, chunks, strict=True) if key not in self.store}
         total, done = sum(map(len, missing.values())), 0
@@ -71,10 +77,10 @@ class ChunkSource:
         return keys
 
     def supply(
-        self, header_ids: Tensor, chunks: Sequence[Tensor], trace: Trace
+        self, header_ids: Tensor, behind: Tensor, chunks: Sequence[Tensor], trace: Trace
     ) -> Iterator[tuple[int, ChunkKV]]:
-        """(index, KV) of the header, as index -1 unless it is empty, and of every chunk; stored chunks come
-        first.
+        """(index, KV) of the header, as index -1 unless it is empty, and of every chunk prefilled behind
+        `behind`, the header or nothing; stored chunks come first.
 
         A chunk that the store does not have costs its own prefill and nothing else. Seconds and tokens go to
         `trace`.
@@ -84,14 +90,14 @@ class ChunkSource:
             yield -1, header
         missing: dict[str, list[int]] = {}
         for index, ids in enumerate(chunks):
-            key = self.key(header_ids, ids)
-            kv = None if key in missing else self._stored(key, ids, len(header_ids), trace)
+            key = self.key(behind, ids)
+            kv = None if key in missing else self._stored(key, ids, len(behind), trace)
             if kv is None:
                 missing.setdefault(key, []).append(index)
             else:
                 trace.reused_tokens += kv.num_tokens
                 yield index, kv
-        for key, kv in self._computed(missing, chunks, header, trace):
+        for key, kv in self._computed(missing, chunks, header if len(behind) else None, trace):
             for index in missing[key]:
                 yield index, kv
 

@@ -8,6 +8,7 @@ KVLoomError
 │   └── ContextTooLong    the prompt does not fit the model's context
 ├── MethodError           unknown method or option, or a value out of range  (also a ValueError)
 ├── EvalError             an evaluation set or the folder of a run cannot be used  (also a ValueError)
+├── ProfileError          a model's saved profile cannot be read or written
 └── StoreError            the store cannot be opened, read or written
 
 Each message is one sentence that names the thing, the value got and what to do next; the command line prints
@@ -45,6 +46,10 @@ class MethodError(KVLoomError, ValueError):
 
 class EvalError(KVLoomError, ValueError):
     """An evaluation set, its data or the folder of a run cannot be used."""
+
+
+class ProfileError(KVLoomError):
+    """A model's saved profile cannot be read or written."""
 
 
 class StoreError(KVLoomError):

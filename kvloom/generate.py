@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -98,12 +98,18 @@ class Sampling:
 
 
 def generate(
-    decoder: Decoder, cache: SplicedCache, logits: Tensor, sampling: Sampling, eos_ids: frozenset[int]
+    decoder: Decoder,
+    cache: SplicedCache,
+    logits: Tensor,
+    sampling: Sampling,
+    eos_ids: frozenset[int],
+    step: Callable[[int], Tensor] | None = None,
 ) -> Iterator[int]:
     """Token ids from the logits (V,) after the cache's last row on, up to an end token (not yielded) or the
     limit.
 
-    Each token yielded is appended to the cache only when the next one is asked for.
+    Each token yielded is appended to the cache only when the next one is asked for, by `step` if given, which
+    returns the logits (V,) after it.
     """
     choose = sampling.chooser()
     for remaining in range(sampling.max_new_tokens, 0, -1):
@@ -112,8 +118,23 @@ def generate(
             return
         yield token
         if remaining > 1:
+            if step is not None:
+                logits = step(token)
+                continue
             position = torch.tensor([cache.next_position])
             logits = decoder.forward(torch.tensor([token]), position, cache, num_new=1)
+
+
+class Continuation(Protocol):
+    """What takes the tokens of an answer, and can go on after it."""
+
+    def step(self, token: int) -> Tensor:
+        """(V,) float32 logits after the token, which is appended to the cache."""
+        ...
+
+    def end(self, token_ids: list[int], trace: Trace) -> None:
+        """Hears all tokens of the answer, the last of which may not be in the cache."""
+        ...
 
 
 class AnswerStream(Iterator[str]):
@@ -129,9 +150,11 @@ class AnswerStream(Iterator[str]):
         logits: Tensor,
         sampling: Sampling,
         trace: Trace,
+        continuation: Continuation | None = None,
     ) -> None:
         self.trace = trace
         self.cache = cache
+        self.continuation = continuation
         self._decoder = decoder
         self._token_ids: list[int] = []
         self._text: list[str] = []
@@ -147,7 +170,13 @@ class AnswerStream(Iterator[str]):
         """The answer; only once the stream is at its end, else a ``RuntimeError``."""
         if not self._done:
             raise RuntimeError("the answer is not complete yet; iterate over the stream first")
-        return Answer("".join(self._text), self._token_ids, self.trace)
+        return Answer("".join(self._text), self._token_ids, self.trace, self.continuation)
+
+    def finish(self) -> Answer:
+        """The answer, after all of it was generated."""
+        for _ in self:
+            pass
+        return self.answer
 
     def _run(
         self,
@@ -157,7 +186,9 @@ class AnswerStream(Iterator[str]):
         sampling: Sampling,
         eos_ids: frozenset[int],
     ) -> Iterator[str]:
-        tokens = generate(self._decoder, self.cache, logits, sampling, eos_ids)
+        going_on = self.continuation
+        step = None if going_on is None else going_on.step
+        tokens = generate(self._decoder, self.cache, logits, sampling, eos_ids, step)
         while not shown.stopped:
             stage = "decode" if self._token_ids else "first_token"
             with self.trace.seconds.clock(stage, self._decoder.synchronize):
@@ -176,6 +207,8 @@ class AnswerStream(Iterator[str]):
             if len(self._token_ids) == sampling.max_new_tokens
             else "eos"
         )
+        if going_on is not None:
+            going_on.end(self._token_ids, self.trace)
         self._done = True
 
     def _show(self, piece: str) -> Iterator[str]:

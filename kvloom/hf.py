@@ -1,6 +1,7 @@
 """The seam: a transformers causal decoder, and all that kvloom asks of it.
 
-No other room names transformers' internals (with `cache.py` and `families.py`, which read configs). A forward
+No other room names transformers' internals, but for what was split off here (`attention_function`, `taps`,
+`fingerprint`), and `cache` and `families`, which read configs. A forward
 is given token ids, positions, a `SplicedCache` and a `Plan`; the plan travels to the attention function as a
 keyword argument, so that two threads never share state.
 """
@@ -8,86 +9,24 @@ keyword argument, so that two threads never share state.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
 
-from kvloom.attention import ByPosition, Heads, Plan, attend, attend_last
+from kvloom.attention import ByPosition, Heads, Plan
+from kvloom.attention_function import ATTENTION
 from kvloom.cache import CACHE_ARGUMENT, KVShape, SplicedCache
 from kvloom.errors import UnsupportedModel
+from kvloom.fingerprint import fingerprint
+from kvloom.taps import Given, Heard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-ATTENTION = "kvloom"
-"""Name under which the attention function and its mask are registered with transformers."""
-
-FINGERPRINT_VERSION = 2
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    kvloom: Plan | None = None,
-    s_aux: Tensor | None = None,
-    softcap: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The registered attention function: follows the plan of a kvloom forward, else is ordinary causal
-    attention.
-    """
-    heads = Heads(query.shape[-1] ** -0.5 if scaling is None else scaling, s_aux, softcap)
-    if kvloom is not None:
-        output = kvloom.attend(module.layer_idx, query[0], key[0], value[0], heads)[None]  # type: ignore[arg-type]
-    elif attention_mask is None:
-        output = torch.stack([attend_last(*qkv, heads) for qkv in zip(query, key, value, strict=True)])
-    else:
-        masks = attention_mask.expand(len(query), -1, -1, -1)[:, 0, :, : key.shape[2]]
-        output = torch.stack([attend(*qkvm, heads) for qkvm in zip(query, key, value, masks, strict=True)])
-    return output.transpose(1, 2).contiguous(), None
-
-
-def _mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    **rest: Any,
-) -> Tensor | None:
-    """No mask where the queries are the last tokens and nothing is padding: `attend_last` needs none."""
-    if (
-        (attention_mask is None or bool(attention_mask.all()))
-        and kv_offset == 0
-        and q_offset + q_length == kv_length
-    ):
-        return None
-    rest["allow_is_causal_skip"] = False
-    return sdpa_mask(
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        attention_mask=attention_mask,
-        **rest,
-    )
-
-
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _mask)
+    from transformers import PreTrainedModel
 
 
 class Decoder:
@@ -125,7 +64,7 @@ class Decoder:
         self._fingerprint_lock = threading.Lock()
         model.set_attn_implementation(ATTENTION)
         try:
-            self.kv_shapes = self._measure_kv_shapes()
+            self.kv_shapes, self.heads = self._measure()
         except BaseException:
             self.release()
             raise
@@ -175,8 +114,8 @@ class Decoder:
         """An empty cache of this model with room for `capacity` rows."""
         return SplicedCache(self.kv_shapes, capacity, dtype=self.dtype, device=self.device)
 
-    def _measure_kv_shapes(self) -> list[KVShape]:
-        """KV shapes read off the tensors of a one-token forward, and proof that the attention function is
+    def _measure(self) -> tuple[list[KVShape], list[Heads]]:
+        """Each layer's KV shape and heads, read off a one-token forward: proof that the attention function is
         called.
         """
         probe = _ShapeProbe()
@@ -189,7 +128,8 @@ class Decoder:
                 f"interface; "
                 "kvloom needs all of them to be ordinary attention layers"
             )
-        return [probe.shapes[layer] for layer in range(self.num_layers)]
+        layers = range(self.num_layers)
+        return [probe.shapes[layer] for layer in layers], [probe.heads[layer] for layer in layers]
 
     # --- forwards
 
@@ -230,6 +170,38 @@ class Decoder:
         body = self.body if num_layers is None else self._truncated(num_layers)
         self._run(body, token_ids, positions, cache, by_position if plan is None else plan(by_position))
 
+    def observe(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        cache: SplicedCache,
+        listen: Callable[[int, Tensor], None] | None = None,
+        plan: Callable[[ByPosition], Plan] | None = None,
+    ) -> Tensor:
+        """(S, d) final hidden states of token_ids (S,), appended to the cache; `head` makes logits of them.
+
+        `listen(layer, states)` hears each layer's output (S, d) on the residual stream, before the final
+        norm. The layers are wrapped in a view of the decoder made for this call, so that nothing stays on
+        the model and two threads never hear each other.
+        """
+        by_position = self._announced(token_ids, positions, cache, len(token_ids))
+        layers = getattr(self.body, self._layers_attribute)
+        heard = layers if listen is None else [Heard(layer, n, listen) for n, layer in enumerate(layers)]
+        body = self._with_layers(heard)
+        return self._run(
+            body, token_ids, positions, cache, by_position if plan is None else plan(by_position)
+        ).last_hidden_state[0]
+
+    @torch.no_grad()
+    def head(self, states: Tensor) -> Tensor:
+        """(S, V) float32 logits of final hidden states (S, d), by the model's own code: with its scale and
+        soft-cap.
+        """
+        view = copy.copy(self.model)
+        view._modules = dict(self.model._modules)
+        view._modules[_attribute_of(self.model, self.body, self.name)] = Given(states[None])  # type: ignore[assignment]
+        return view(input_ids=torch.zeros((1, len(states)), dtype=torch.int64)).logits[0].float()
+
     def _announced(
         self, token_ids: Tensor, positions: Tensor, cache: SplicedCache, num_new: int
     ) -> ByPosition:
@@ -266,10 +238,15 @@ class Decoder:
         """A view of the decoder body that stops after `num_layers` layers and shares its weights."""
         if num_layers == self.num_layers:
             return self.body
+        return self._with_layers(list(getattr(self.body, self._layers_attribute))[:num_layers])
+
+    def _with_layers(self, layers: Iterable[nn.Module]) -> Any:
+        """A view of the decoder body with other layers; it shares the weights, and the body stays as it
+        is.
+        """
         view = copy.copy(self.body)
         view._modules = dict(self.body._modules)
-        layers = getattr(self.body, self._layers_attribute)
-        view._modules[self._layers_attribute] = nn.ModuleList(list(layers)[:num_layers])
+        view._modules[self._layers_attribute] = nn.ModuleList(layers)
         return view
 
     def synchronize(self) -> None:
@@ -281,29 +258,33 @@ class Decoder:
 
     @torch.no_grad()
     def rotation(self, delta: int) -> Tensor:
-        """(D, D) float32 matrix that moves keys by `delta` positions: ``keys @ rotation(delta)``.
+        """(D, D) float32 matrix that moves keys by `delta` positions: ``keys @ rotation(delta)``."""
+        return self.rotations(torch.tensor([delta]))[0]
+
+    @torch.no_grad()
+    def rotations(self, deltas: Tensor) -> Tensor:
+        """(N, D, D) float32: the matrices that move keys by each of `deltas` (N,) int64 positions.
 
         R(p + d) k = R(d) R(p) k, so one rotation by the difference is exact. The matrix is the model's own
         rotary function applied to the unit vectors, which makes it right for interleaved, half-split and
         partial rotary alike; cos and sin are divided by the attention scaling that YaRN and LongRoPE fold
         into them.
         """
-        head_dim = self.kv_shapes[0].key_dim
-        basis = torch.eye(head_dim, device=self.device)[
-            None, None
-        ]  # (1, 1, D, D): D "tokens", one per unit vector
-        places = torch.full((1, head_dim), delta, dtype=torch.int64, device=self.device)
-        cos, sin = self.rotary(basis[0], position_ids=places)
+        head_dim, num = self.kv_shapes[0].key_dim, len(deltas)
+        # (N, 1, D, D): D "tokens" for each delta, one per unit vector
+        basis = torch.eye(head_dim, device=self.device).expand(num, 1, -1, -1)
+        places = deltas.to(self.device)[:, None].expand(-1, head_dim)
+        cos, sin = self.rotary(basis[:, 0], position_ids=places)
         scale = float(getattr(self.rotary, "attention_scaling", 1.0))
         cos, sin = cos / scale, sin / scale
         apply = self._rotary_function()
         try:
-            return apply(basis, basis, cos, sin)[1][0, 0].float()
+            return apply(basis, basis, cos, sin)[1][:, 0].float()
         except RuntimeError:
             # Phi and GPT-NeoX slice the rotated part off before they call the function.
             rotated = cos.shape[-1]
             part = apply(basis[..., :rotated], basis[..., :rotated], cos, sin)[1]
-            return torch.cat([part, basis[..., rotated:]], -1)[0, 0].float()
+            return torch.cat([part, basis[..., rotated:]], -1)[:, 0].float()
 
     def rotary_similarity(self, deltas: Tensor) -> Tensor:
         """(D,) float32, at most 1: how alike the rotations of two positions are that lie `deltas` (D,) apart.
@@ -335,36 +316,30 @@ class Decoder:
         """
         with self._fingerprint_lock:
             if self._fingerprint is None:
-                self._fingerprint = self._compute_fingerprint()
+                self._fingerprint = fingerprint(self.model, self.config, self._tokenizer_identity)
             return self._fingerprint
-
-    @torch.no_grad()
-    def _compute_fingerprint(self) -> str:
-        config = self.config.to_dict()
-        for incidental in (
-            "_name_or_path",
-            "transformers_version",
-            "_attn_implementation",
-            "dtype",
-            "use_cache",
-        ):
-            config.pop(incidental, None)
-        identity = [FINGERPRINT_VERSION, str(self.dtype), self._tokenizer_identity, config]
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_content_mark(tensor)}".encode())
-        return digest.hexdigest()
 
 
 class _ShapeProbe:
-    """A plan that notes each layer's KV shape and returns zeros."""
+    """A plan that notes each layer's KV shape and heads, and returns zeros."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}
+        self.heads: dict[int, Heads] = {}
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> Tensor:
         self.shapes[layer] = KVShape(keys.shape[0], keys.shape[2], values.shape[2])
+        self.heads[layer] = heads
         return query.new_zeros((*query.shape[:2], values.shape[2]))
+
+
+def _attribute_of(model: PreTrainedModel, body: nn.Module, name: str) -> str:
+    for attribute, module in model.named_children():
+        if module is body:
+            return attribute
+    raise UnsupportedModel(
+        f"{name} does not hold its decoder directly; kvloom reads text from text models only"
+    )
 
 
 def _name(model: PreTrainedModel) -> str:
@@ -384,12 +359,6 @@ def _attention_of(layer: nn.Module) -> nn.Module:
         if hasattr(module, "layer_idx") and "attention" in type(module).__name__.lower():
             return module
     raise UnsupportedModel(f"{type(layer).__name__} has no attention module that kvloom knows")
-
-
-def _content_mark(tensor: Tensor) -> str:
-    """xxh3-128 (hex) of the tensor's bytes."""
-    words = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(words.numpy().data)
 
 
 def cat_ids(parts: Sequence[Tensor]) -> Tensor:

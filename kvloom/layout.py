@@ -54,3 +54,8 @@ LAYOUTS: dict[str, Callable[[int, Sequence[int]], Layout]] = {
     "tl-tp": _tails,
 }
 """Layout by name, from the number of header tokens and the chunks' lengths."""
+
+ORDERING = "hl-tp"
+"""The layout in which documents are compared for reordering: all at the head, the question at the tail
+(section 5 of the InfoFlow KV paper).
+"""

@@ -17,18 +17,21 @@ from torch import Tensor
 
 from kvloom import families
 from kvloom.chunk_source import ChunkSource
-from kvloom.errors import ContextTooLong, MethodError
+from kvloom.compressors import Compressor, as_compressor, compress
+from kvloom.errors import MethodError
 from kvloom.generate import AnswerStream, Sampling, SamplingOptions
 from kvloom.hf import Decoder, cat_ids
-from kvloom.layout import LAYOUTS
+from kvloom.layout import LAYOUTS, ORDERING
 from kvloom.loading import load
+from kvloom.observe import Observer
 from kvloom.probe import Probe
-from kvloom.prompt import Document, Prompt, PromptFormat, header_ids
+from kvloom.profile import as_selector_for
+from kvloom.prompt import Document, Prompt, PromptFormat, check_fits, header_ids
 from kvloom.prompt import chunks as cut_into_chunks
 from kvloom.prompt import prompt as build_prompt
 from kvloom.recompute import recompute
-from kvloom.selectors import Selector, as_selector, select
-from kvloom.splice import splice_into
+from kvloom.selectors import Selector, select
+from kvloom.splice import announce, splice_into
 from kvloom.store import Store, open_store
 from kvloom.tokenizer import Tokenizer
 from kvloom.trace import Answer, Trace
@@ -40,12 +43,6 @@ if TYPE_CHECKING:
 
     from kvloom.cache import SplicedCache
     from kvloom.verify import Report
-
-
-ORDERING = "hl-tp"
-"""Positions at which documents are compared for reordering: all at the head, the question at the tail
-(section 5).
-"""
 
 Reorder = bool | Literal["chunks"]
 
@@ -101,26 +98,15 @@ class Loom:
     ) -> list[str]:
         """Stores the KV of every chunk of the documents; returns the chunks' keys, in order.
 
-        A chunk that is stored, or given twice, is not computed again. `on_progress(done, total)` counts
-        tokens.
+        A chunk that is stored is not computed again. `on_progress(done, total)` counts tokens.
         """
         chunks = cut_into_chunks(self.tokenizer, self.prompt_format, documents)
-        behind = self._prefill_header()
-        longest = len(behind) + max(len(chunk.token_ids) for chunk in chunks)
-        if self.decoder.max_length is not None and longest > self.decoder.max_length:
-            raise ContextTooLong(
-                f"a chunk has {longest:,} tokens with the prompt's header, "
-                f"model takes {self.decoder.max_length:,}: give a smaller chunk_tokens"
-            )
-        return self.chunks.index(behind, [chunk.token_ids for chunk in chunks], on_progress)
+        return self.chunks.index(self._prefill_header(), [chunk.token_ids for chunk in chunks], on_progress)
 
     def _prefill_header(self) -> Tensor:
-        """The tokens behind which chunks are prefilled: the prompt's header, or none with
-        ``header="none"``.
-        """
-        if self.prompt_format.header == "none":
-            return cat_ids([])
-        return header_ids(self.tokenizer, self.prompt_format)
+        """The tokens behind which chunks are prefilled: the prompt's header, if they share it."""
+        is_shared = self.prompt_format.header == "shared"
+        return header_ids(self.tokenizer, self.prompt_format) if is_shared else cat_ids([])
 
     # --- question + documents -> prompt
 
@@ -130,21 +116,7 @@ class Loom:
 
     def check_length(self, prompt: Prompt, max_new_tokens: int) -> None:
         """Raises ``ContextTooLong``, before any work, when prompt and answer do not fit the model."""
-        limit = self.decoder.max_length
-        if limit is None or prompt.num_tokens + max_new_tokens <= limit:
-            return
-        room = limit - max_new_tokens - len(prompt.question_ids)
-        fitting = sum(1 for span in prompt.document_spans if span.stop <= room)
-        asked = f"prompt has {prompt.num_tokens:,} tokens"
-        advice = (
-            f"give fewer documents or --top {fitting}" if fitting else "give a shorter document or question"
-        )
-        if prompt.num_tokens < limit:
-            asked += f" and the answer may have {max_new_tokens:,}"
-            advice = f"ask for at most {limit - prompt.num_tokens:,} new tokens" + (
-                f", or {advice}" if fitting else ""
-            )
-        raise ContextTooLong(f"{asked}, model takes {limit:,}: {advice}")
+        check_fits(prompt, self.decoder.max_length, max_new_tokens)
 
     # --- chunks -> spliced cache
 
@@ -153,24 +125,17 @@ class Loom:
     ) -> SplicedCache:
         """The prompt's context from stored chunks, keys at their global positions or another layout's.
 
-        A missing chunk is prefilled and stored; the others are still reused. `reserve` is room for rows
-        beyond the question.
+        A missing chunk is prefilled and stored. `reserve` is room for rows beyond the question.
         """
         trace = Trace() if trace is None else trace
         self.check_length(prompt, 0)
-        num_header, lengths = len(prompt.header_ids), [len(ids) for ids in prompt.chunk_ids]
-        layout = LAYOUTS[placement](num_header, lengths)
-        cache = self.decoder.new_cache(prompt.num_tokens + reserve)
-        cache.announce(prompt.header_ids, torch.arange(num_header), exact=True)
+        layout = LAYOUTS[placement](len(prompt.header_ids), [len(ids) for ids in prompt.chunk_ids])
         behind = self._prefill_header()
-        for ids, start in zip(prompt.chunk_ids, layout.starts, strict=True):
-            # Computed at this very place, behind this very header.
-            is_exact = start == len(behind) == num_header
-            cache.spans.append(cache.announce(ids, start + torch.arange(len(ids)), exact=is_exact))
-        cache.next_position = layout.next_position
-        cache.allocate()
-        for index, kv in self._supply(prompt, behind, trace):
-            rows, start = (range(num_header), 0) if index < 0 else (cache.spans[index], layout.starts[index])
+        cache = self.decoder.new_cache(prompt.num_tokens + reserve)
+        announce(cache, prompt.header_ids, prompt.chunk_ids, layout, num_behind=len(behind))
+        for index, kv in self.chunks.supply(prompt.header_ids, behind, prompt.chunk_ids, trace):
+            header = range(len(prompt.header_ids)), 0
+            rows, start = header if index < 0 else (cache.spans[index], layout.starts[index])
             with trace.seconds.clock("splice", self.decoder.synchronize):
                 splice_into(self.decoder, cache, rows, start, kv)
         trace.context_tokens = cache.num_rows
@@ -196,7 +161,8 @@ class Loom:
         """(S,) int64 ascending: the context rows that the selector would recompute; the cache is left as it
         was.
         """
-        return self._select(cache, prompt, as_selector(selector), Trace() if trace is None else trace)[0]
+        chosen = as_selector_for(self.decoder, selector)
+        return self._select(cache, prompt, chosen, Trace() if trace is None else trace)[0]
 
     def _select(
         self, cache: SplicedCache, prompt: Prompt, selector: Selector, trace: Trace
@@ -239,22 +205,29 @@ class Loom:
                 geometry=ORDERING,
                 groups=prompt.groups if by == "documents" else None,
             )
-            trace.chunk_order = as_selector(selector).order(probe)
+            trace.chunk_order = as_selector_for(self.decoder, selector).order(probe)
         trace.token_layers += probe.cost
         return prompt.reordered(trace.chunk_order)
 
     def recompute(
-        self, cache: SplicedCache, rows: Tensor, prompt: Prompt, *, trace: Trace | None = None
+        self,
+        cache: SplicedCache,
+        rows: Tensor,
+        prompt: Prompt,
+        *,
+        trace: Trace | None = None,
+        observer: Observer | None = None,
     ) -> Tensor:
         """(V,) float32 next-token logits; the rows hold fresh KV and the question's rows are in the cache.
 
-        Raises ``ValueError`` for a cache that does not hold the prompt's context and nothing else.
+        An `observer` of the cache runs the question, and records it. Raises ``ValueError`` for a cache that
+        does not hold the prompt's context and nothing else.
         """
         cache.check_holds(prompt.context_ids)
         trace = Trace() if trace is None else trace
         with trace.seconds.clock("recompute", self.decoder.synchronize):
-            logits = recompute(self.decoder, cache, rows, prompt.question_ids)
-        assert logits is not None, "a prompt has at least one question token"
+            logits = recompute(self.decoder, cache, rows, prompt.question_ids, observer)
+        assert logits is not None, "there is a question"
         trace.recomputed_rows += len(rows)
         trace.rows += rows.tolist()
         trace.token_layers += (len(rows) + len(prompt.question_ids)) * self.decoder.num_layers
@@ -268,25 +241,37 @@ class Loom:
         selector: Selector,
         *,
         reorder: Reorder = False,
+        compressor: Compressor | None = None,
         reserve: int = 0,
         trace: Trace | None = None,
     ) -> tuple[SplicedCache, Tensor]:
         """The cache of context and question by the given method, and the next-token logits (V,) float32.
 
         `reserve` is room for the rows of an answer. All that the trace says before decoding is filled in
-        here.
+        here. A `compressor` then drops rows of context and question.
         """
+        observer = None
         trace = Trace() if trace is None else trace
         trace.method, trace.question_tokens = repr(selector), len(prompt.question_ids)
         if selector.reuses:
             prompt, cache, rows = self._choose(prompt, selector, reorder, reserve, trace)
-            logits = self.recompute(cache, rows, prompt, trace=trace)
+            if compressor is not None:
+                observer = Observer(self.decoder, cache, compressor.records)
+            logits = self.recompute(cache, rows, prompt, trace=trace, observer=observer)
         else:
             with trace.seconds.clock("recompute", self.decoder.synchronize):
-                cache, logits = self.full_prefill(prompt, reserve=reserve)
+                if compressor is None:
+                    cache, logits = self.full_prefill(prompt, reserve=reserve)
+                else:
+                    cache = self.decoder.new_cache(prompt.num_tokens + reserve)
+                    observer = Observer(self.decoder, cache, compressor.records)
+                    logits = observer.run(prompt.token_ids)
             trace.context_tokens = trace.recomputed_rows = len(prompt.context_ids)
             trace.rows = list(range(trace.context_tokens))
             trace.token_layers = prompt.num_tokens * self.decoder.num_layers
+        if compressor is not None and observer is not None:
+            with trace.seconds.clock("compress", self.decoder.synchronize):
+                trace.compressions.append(compress(compressor, cache, observer).as_dict())
         trace.kv_bytes = cache.num_bytes
         return cache, logits
 
@@ -320,16 +305,14 @@ class Loom:
         """The repaired context without the question, for
         ``model.generate(**cache.generate_kwargs(question_ids))``.
         """
-        prompt, selector = self.prompt(question, documents), as_selector(selector)
+        prompt, selector = self.prompt(question, documents), as_selector_for(self.decoder, selector)
         self.check_length(prompt, 1)
         if selector.reuses:
             _, cache, rows = self._choose(prompt, selector, reorder, 0, Trace())
             recompute(self.decoder, cache, rows)
             return cache
-        cache = self.decoder.new_cache(prompt.num_tokens)
-        ids = prompt.context_ids
-        self.decoder.fill(ids, torch.arange(len(ids)), cache, num_new=len(ids))
-        cache.spans, cache.exact = list(prompt.spans), torch.ones_like(cache.exact)
+        cache, _ = self.full_prefill(prompt)
+        cache.truncate(len(prompt.context_ids))
         return cache
 
     def stream(
@@ -340,6 +323,7 @@ class Loom:
         selector: Selector | str = "infoflow",
         options: Mapping[str, Any] | None = None,
         reorder: Reorder = False,
+        compressor: Compressor | str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
         """The answer as an iterator of text pieces; its `answer` is complete when the iterator is.
@@ -347,12 +331,17 @@ class Loom:
         `selector` is an instance, or a name with `options` as data. The context is prepared before this
         returns.
         """
-        chosen, wanted = as_selector(selector, options), Sampling.of(sampling)
+        chosen, wanted = as_selector_for(self.decoder, selector, options), Sampling.of(sampling)
         prompt = self.prompt(question, documents)
         self.check_length(prompt, wanted.max_new_tokens)
         trace = Trace()
         cache, logits = self.prepare(
-            prompt, chosen, reorder=reorder, reserve=wanted.max_new_tokens, trace=trace
+            prompt,
+            chosen,
+            reorder=reorder,
+            compressor=None if compressor is None else as_compressor(compressor),
+            reserve=wanted.max_new_tokens,
+            trace=trace,
         )
         return AnswerStream(self.decoder, self.tokenizer, cache, logits, wanted, trace)
 
@@ -364,20 +353,42 @@ class Loom:
         selector: Selector | str = "infoflow",
         options: Mapping[str, Any] | None = None,
         reorder: Reorder = False,
+        compressor: Compressor | str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
         """The answer to the question over the documents, in the order given unless `reorder` asks for
         another.
 
         `reorder=True` puts the documents that the question attends to most next to it; "chunks" does so with
-        the chunks of each document too, which breaks up their text.
+        the chunks of each document too, which breaks up their text. A `compressor` drops rows of the prompt
+        before the answer; over reused chunks it must be one that needs no signals of them, such as snapkv.
         """
-        stream = self.stream(
-            question, documents, selector=selector, options=options, reorder=reorder, **sampling
-        )
-        for _ in stream:
-            pass
-        return stream.answer
+        return self.stream(
+            question,
+            documents,
+            selector=selector,
+            options=options,
+            reorder=reorder,
+            compressor=compressor,
+            **sampling,
+        ).finish()
+
+    def generate(
+        self,
+        prompt: str | Tensor,
+        *,
+        compressor: Compressor | str | None = None,
+        decode_compressor: Compressor | str | None = None,
+        **options: Any,
+    ) -> Answer:
+        """The answer to a prompt without documents, over a cache that is compressed; see
+        `kvloom.long_answer.generate` for the options.
+        """
+        from kvloom.long_answer import generate
+
+        return generate(
+            self, prompt, compressor=compressor, decode_compressor=decode_compressor, **options
+        ).finish()
 
     def verify(self, questions: Sequence[str], documents: Sequence[Document | str], **options: Any) -> Report:
         """Whether reuse is right on this model and these documents; see `kvloom.verify.verify` for the
@@ -386,11 +397,3 @@ class Loom:
         from kvloom.verify import verify
 
         return verify(self, questions, documents, **options)
-
-    def _supply(self, prompt: Prompt, behind: Tensor, trace: Trace) -> Any:
-        """(index, KV) of every chunk, and of the header as index -1."""
-        if len(behind) == len(prompt.header_ids):
-            yield from self.chunks.supply(behind, prompt.chunk_ids, trace)
-            return
-        yield from self.chunks.supply(prompt.header_ids, [], trace)
-        yield from self.chunks.supply(behind, prompt.chunk_ids, trace)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvloom.errors import DocumentError, MethodError, PromptError
+from kvloom.errors import ContextTooLong, DocumentError, MethodError, PromptError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -141,6 +141,22 @@ class PromptFormat:
             raise MethodError(f"date must look like 2024-07-26, got {self.date!r}") from None
 
 
+def check_fits(prompt: Prompt, limit: int | None, max_new_tokens: int) -> None:
+    """Raises ``ContextTooLong`` when prompt and answer have more tokens than `limit`, and says what helps."""
+    if limit is None or prompt.num_tokens + max_new_tokens <= limit:
+        return
+    room = limit - max_new_tokens - len(prompt.question_ids)
+    fitting = sum(1 for span in prompt.document_spans if span.stop <= room)
+    asked = f"prompt has {prompt.num_tokens:,} tokens"
+    advice = f"give fewer documents or --top {fitting}" if fitting else "give a shorter document or question"
+    if prompt.num_tokens < limit:
+        asked += f" and the answer may have {max_new_tokens:,}"
+        advice = f"ask for at most {limit - prompt.num_tokens:,} new tokens" + (
+            f", or {advice}" if fitting else ""
+        )
+    raise ContextTooLong(f"{asked}, model takes {limit:,}: {advice}")
+
+
 def as_document(document: str | Document) -> Document:
     """`document` as a Document; raises ``DocumentError`` for anything else, and for text that is not
     Unicode.
@@ -205,8 +221,6 @@ def prompt(
 
     Raises ``PromptError`` for an empty question or a chat template that cannot be cut, and as `chunks` does.
     """
-    if not isinstance(question, str):
-        raise PromptError(f"the question must be a string, got {type(question).__name__}")
     if not isinstance(question, str):
         raise PromptError(f"the question must be a string, got {type(question).__name__}")
     if not question.strip():

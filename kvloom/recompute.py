@@ -10,17 +10,26 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kvloom.cache import SplicedCache
     from kvloom.hf import Decoder
+    from kvloom.observe import Observer
 
 
 def recompute(
-    decoder: Decoder, cache: SplicedCache, rows: Tensor, question_ids: Tensor | None = None
+    decoder: Decoder,
+    cache: SplicedCache,
+    rows: Tensor,
+    question_ids: Tensor | None = None,
+    observer: Observer | None = None,
 ) -> Tensor | None:
     """(V,) float32 logits after the question; its rows are appended, and rows (S,) int64 hold fresh KV.
 
     At each layer the chosen rows are overwritten first, then they and the question attend to all rows at or
     before their positions; the order of `rows` does not matter. Without a question the rows are repaired and
-    nothing is returned. Raises ``ValueError`` for rows out of range or given twice.
+    nothing is returned. An observer runs the question by itself, behind the repaired rows, to the same
+    result. Raises ``ValueError`` for rows out of range or given twice.
     """
+    if observer is not None and question_ids is not None:
+        recompute(decoder, cache, rows)
+        return observer.run(question_ids)
     rows = _checked(rows, cache)
     num_new = 0 if question_ids is None else len(question_ids)
     if len(rows) + num_new == 0:

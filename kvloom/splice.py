@@ -8,9 +8,28 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvloom.cache import SplicedCache
     from kvloom.hf import Decoder
     from kvloom.kv import ChunkKV
+    from kvloom.layout import Layout
+
+
+def announce(
+    cache: SplicedCache, header_ids: Tensor, chunk_ids: Sequence[Tensor], layout: Layout, *, num_behind: int
+) -> None:
+    """Rows for header and chunks at the layout's positions, for `splice_into` to fill; `num_behind` is the
+    number of tokens that the chunks were prefilled behind.
+    """
+    num_header = len(header_ids)
+    cache.announce(header_ids, torch.arange(num_header), exact=True)
+    for ids, start in zip(chunk_ids, layout.starts, strict=True):
+        # Computed at this very place, behind this very header.
+        is_exact = start == num_behind == num_header
+        cache.spans.append(cache.announce(ids, start + torch.arange(len(ids)), exact=is_exact))
+    cache.next_position = layout.next_position
+    cache.allocate()
 
 
 def splice_into(decoder: Decoder, cache: SplicedCache, rows: range, start: int, kv: ChunkKV) -> None:

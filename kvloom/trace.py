@@ -20,6 +20,7 @@ class Seconds:
     splice: float = 0.0  # moving keys, copying values
     score: float = 0.0  # the selector's look at the cache, scoring pass included
     recompute: float = 0.0  # chosen rows and question; for full prefill, the whole prompt
+    compress: float = 0.0  # scoring and dropping rows of the prompt
     first_token: float = 0.0  # from logits to the first token
     decode: float = 0.0  # all further tokens
 
@@ -59,6 +60,9 @@ class Trace:
     )
     kv_bytes: int = 0  # of the cache that answered, context and question
     chunk_order: list[int] = field(default_factory=list)  # chunks as read, when they were reordered
+    compressions: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # what each did; see `compressors.compress`
     finish_reason: str = ""  # "eos", "stop" or "length"
     seconds: Seconds = field(default_factory=Seconds)
 
@@ -95,3 +99,6 @@ class Answer:
     text: str
     token_ids: list[int]
     trace: Trace
+    continuation: Any = field(
+        default=None, repr=False, compare=False
+    )  # to go on after it; see `Loom.generate`

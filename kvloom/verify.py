@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from kvloom.errors import PromptError
+from kvloom.profile import as_selector_for
 from kvloom.prompt import Document, Prompt, as_document
 from kvloom.retrieve import Retriever
-from kvloom.selectors import Full, InfoFlow, NoRecompute, Selector, as_selector
+from kvloom.selectors import Full, InfoFlow, NoRecompute, Selector
 from kvloom.trace import Trace
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def verify(
         raise PromptError("questions must be a list; put the one question into brackets")
     if not questions:
         raise PromptError("verify needs at least one question; give one with --question")
-    judged = as_selector(selector)
+    judged = as_selector_for(loom.decoder, selector)
     methods = list(dict.fromkeys([NoRecompute(), *(InfoFlow(ratio=ratio) for ratio in ratios), judged]))
     documents = [as_document(document) for document in documents]
     retriever = Retriever(documents)

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvloom import __version__
-from kvloom.cli import evaluate, session, show
+from kvloom.cli import calibrate, compress, evaluate, falsify, fidelity, influence, session, show, view
 from kvloom.cli import store as store_commands
 from kvloom.cli.failures import FAILURE, INTERRUPTED, UsageError, fail, fail_usage, failures
 from kvloom.cli.options import (
@@ -50,6 +50,12 @@ app = typer.Typer(
 app.add_typer(store_commands.app, name="store")
 app.command("eval")(evaluate.evaluate)
 app.command("report")(evaluate.report)
+app.command("falsify")(falsify.falsify)
+app.command("view")(view.view)
+app.command("calibrate")(calibrate.calibrate)
+app.command("compress")(compress.compress)
+app.command("fidelity")(fidelity.fidelity)
+app.command("influence")(influence.influence)
 
 
 def run(args: list[str] | None = None) -> NoReturn:
@@ -158,7 +164,7 @@ def ask(
     name = session.need_model(model)
     check_source(source)
     question = read_question(question, source)
-    chosen = session.build_selector(selector, option)
+    session.build_selector(selector, option)  # what is wrong with it is found before a model is loaded
     sampling: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -171,6 +177,7 @@ def ask(
     documents, _ = session.load_source(source)
     picked = session.pick(documents, question, top)
     loom = session.open_loom(name, store, chunk_tokens, dtype, device)
+    chosen = session.fit_selector(loom, selector, option)
     with Activity("reading the documents"):
         stream = loom.stream(question, picked, selector=chosen, reorder=reorder, **sampling)
     for piece in stream:
@@ -222,7 +229,7 @@ def verify(
     name = session.need_model(model)
     check_source(source)
     asked = session.read_questions(question, questions)
-    chosen = session.build_selector(selector, option)
+    session.build_selector(selector, option)  # what is wrong with it is found before a model is loaded
     documents, _ = session.load_source(source)
     if not asked:
         asked = session.made_questions(documents)
@@ -231,6 +238,7 @@ def verify(
             + " ".join(asked)
         )
     loom = session.open_loom(name, store, chunk_tokens, dtype, device)
+    chosen = session.fit_selector(loom, selector, option)
     with Activity("verifying (questions)") as activity:
         report = loom.verify(
             asked,

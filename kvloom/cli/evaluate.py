@@ -6,18 +6,14 @@ from typing import Annotated
 import typer
 
 from kvloom.cli import session
+from kvloom.cli.measure import Data, Limit, MaxContext, RunFolder, Sets, measure
 from kvloom.cli.options import AsJson, Device, DtypeOption, Model
 from kvloom.cli.output import Activity, count, echo_json, remark
 
 
 def evaluate(
-    sets: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SETS...", help="Names of sets, such as hotpotqa or needle:lengths=[500,1000]."
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the run; resumed if begun.")],
+    sets: Sets,
+    out: RunFolder,
     model: Model = None,
     method: Annotated[
         list[str] | None,
@@ -29,19 +25,8 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            metavar="DIR",
-            envvar="KVLOOM_DATA",
-            help="Folder of the sets; without it LongBench is read from the Hugging Face hub.",
-            show_default=False,
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, metavar="N", help="Samples per set.", show_default=False)
-    ] = None,
+    data: Data = None,
+    limit: Limit = None,
     chunks: Annotated[
         str, typer.Option("--chunks", metavar="HOW", help="passages, or fixed: all joined, cut by tokens.")
     ] = "passages",
@@ -49,12 +34,7 @@ def evaluate(
     header: Annotated[
         str, typer.Option("--header", metavar="HOW", help="shared: chunks are prefilled behind it; or none.")
     ] = "shared",
-    max_context: Annotated[
-        int | None,
-        typer.Option(
-            "--max-context", min=1, metavar="N", help="Skip samples of a longer context.", show_default=False
-        ),
-    ] = None,
+    max_context: MaxContext = None,
     max_new_tokens: Annotated[
         int,
         typer.Option("--max-new-tokens", min=0, metavar="N", help="Of greedy answers, for F1; 0 for none."),
@@ -68,38 +48,24 @@ def evaluate(
 
     One line per sample and method goes to DIR/results.jsonl; kvloom report makes tables and pictures of it.
     """
-    name = session.need_model(model)
-    with Activity("starting"):
-        from kvloom.eval.benchmark import build, take
-        from kvloom.eval.runner import Method, Run, make_recipe, read_lines, run, split_options
-        from kvloom.loom import Loom
-        from kvloom.prompt import PromptFormat
-    methods = [Method.parse(text) for text in method or ["full", "none", "infoflow"]]
-    benchmarks = []
-    for text in sets:
-        set_name, _, options = text.partition(":")
-        benchmarks.append(build(set_name, split_options(text, options), seed=seed))
-    samples = [take(benchmark, data, limit) for benchmark in benchmarks]
-    prompt_format = PromptFormat(chunk_tokens=chunk_tokens, header=header)  # type: ignore[arg-type]
-    with Activity(f"loading {name}"):
-        session.check_device(device)
-        loom = Loom.from_pretrained(
-            name, store="memory:4GiB", dtype=dtype, device=device, prompt_format=prompt_format
-        )
-    recipe = make_recipe(
-        loom,
-        name,
-        benchmarks,
-        samples,
-        methods,
+    measure(
+        session.need_model(model),
+        sets,
+        method or ["full", "none", "infoflow"],
+        out,
+        data=data,
         limit=limit,
-        chunks=chunks,
-        max_new_tokens=max_new_tokens,
         max_context=max_context,
+        dtype=dtype,
+        device=device,
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        header=header,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
     )
-    folder = Run(out, recipe)
-    with Activity("evaluating (samples)") as activity:
-        run(loom, benchmarks, samples, methods, folder, recipe, on_progress=activity.update)
+    from kvloom.eval.journal import read_lines
+
     results, skipped = read_lines(out / "results.jsonl"), read_lines(out / "skipped.jsonl")
     if json:
         echo_json({"out": str(out), "results": len(results), "skipped": skipped})
@@ -116,11 +82,20 @@ def report(
             "--out", metavar="DIR", help="Where to write; the first run by default.", show_default=False
         ),
     ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline",
+            metavar="METHOD",
+            help="What paired tests are against, as given to eval; by default the infoflow of the lowest KL.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make tables and pictures of runs: report.md, and report.html in one file."""
     with Activity("reporting"):
         from kvloom.eval.report import report as make_report
 
-        made = make_report(runs, out)
+        made = make_report(runs, out, baseline=baseline)
     typer.echo(made.markdown)
     remark(f"written: {made.html}")

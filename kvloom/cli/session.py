@@ -32,6 +32,7 @@ def configure() -> None:
     logger.setLevel(logging.WARNING)
     logger.propagate = False
     logging.getLogger("kvloom.bundled").setLevel(logging.INFO)  # the one-time conversion, which takes a while
+    logging.getLogger("kvloom.profile").setLevel(logging.INFO)  # layers that nobody named on the command line
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Threads that spin while they wait make everything several times slower on a machine that has other work.
@@ -77,6 +78,14 @@ def build_selector(name: str, options: list[str] | None) -> Selector:
     with Activity("starting"):
         from kvloom.selectors import selectors
     return selectors.build(name, parsed)
+
+
+def fit_selector(loom: Loom, name: str, options: list[str] | None) -> Selector:
+    """The selector, with the layers that the model's profile has for it."""
+    from kvloom.profile import as_selector_for
+    from kvloom.registry import parse_options
+
+    return as_selector_for(loom.decoder, name, parse_options(options or []))
 
 
 def check_sampling(sampling: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from kvloom.prompt import Document
 from kvloom.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,19 @@ def take(benchmark: Benchmark, data: str | Path | None = None, limit: int | None
             raise EvalError(f"{benchmark.name}: the id {sample.id!r} stands twice in the data")
         seen.add(sample.id)
     return samples
+
+
+def find(samples: Sequence[Sample], wanted: str) -> Sample:
+    """The sample of the id `wanted`, else the one of that number, counted from 1; ``EvalError`` for none."""
+    for sample in samples:
+        if sample.id == wanted:
+            return sample
+    if wanted.isdecimal() and 1 <= int(wanted) <= len(samples):
+        return samples[int(wanted) - 1]
+    raise EvalError(
+        f"there is no sample {wanted!r}; give an id such as {samples[0].id!r}, or a number from 1 to "
+        f"{len(samples):,}"
+    )
 
 
 def data_folder(data: str | Path | None = None) -> Path | None:

@@ -38,6 +38,7 @@ class Row:
     agreement: float
     f1: float | None
     exact_match: float | None
+    contains: float | None
     rows: float
     rows_share: float  # of the context's rows
     token_layers: float
@@ -141,6 +142,7 @@ def _row(comparison: Comparison, entry: Entry) -> Row:
         agreement=fmean(comparison.values(entry, "agreement")),
         f1=_mean([measured.result.f1 for measured in column]),
         exact_match=_mean([measured.result.exact_match for measured in column]),
+        contains=_mean([measured.result.contains for measured in column]),
         rows=num_rows,
         rows_share=num_rows / fmean(comparison.traced(entry, "context_tokens")),
         token_layers=token_layers,

@@ -115,7 +115,12 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
     body = [_html(block, anchors.get(place)) for place, block in enumerate(blocks)]
     nav = f"<nav><ul>{links}</ul></nav>" if len(anchors) > 2 else ""
     body.insert(1, nav)
-    return _PAGE.format(title=escape(title), style=_STYLE, body="\n".join(body))
+    return to_page(title, "\n".join(body))
+
+
+def to_page(title: str, body: str, style: str = "") -> str:
+    """A whole HTML page of this look around `body`, with more `style`."""
+    return _PAGE.format(title=escape(title), style=_STYLE + style, body=body)
 
 
 def _html(block: Block, anchor: str | None) -> str:

@@ -36,6 +36,7 @@ COLOURS = (
 STAGE_COLOURS = dict(
     zip(STAGES, ("#7aa6cf", "#8c6d5a", "#3f6f9e", "#d8a928", "#e07a3f", "#7b8794"), strict=True)
 )
+_WIDEST = 18  # inches of pictures side by side
 MARKERS = "osD^vP*Xhp<"  # one fewer than colours, so that pairs do not come again soon
 _STYLE: dict[Any, Any] = {
     "text.color": INK,
@@ -254,13 +255,17 @@ def heatmaps(
     *,
     top: float,
     more_is_better: bool,
+    across: str = "length",
 ) -> str:
-    """A heatmap for each method, by (length, depth), all on one scale from 0 to `top`."""
+    """A heatmap for each method, by (length, depth) or what else is `across`, all on one scale from 0 to
+    `top`.
+    """
     lengths = sorted({length for by_cell in cells.values() for length, _ in by_cell})
     depths = sorted({depth for by_cell in cells.values() for _, depth in by_cell})
-    num_columns = min(4, len(cells))
+    width = 1.1 + 0.52 * len(lengths)
+    num_columns = max(1, min(4, len(cells), int(_WIDEST / width)))
     num_lines = -(-len(cells) // num_columns)
-    size = (1.1 + 0.52 * len(lengths)) * num_columns + 1.2, (1.1 + 0.36 * len(depths)) * num_lines + 0.2
+    size = width * num_columns + 1.2, (1.1 + 0.36 * len(depths)) * num_lines + 0.2
     with _figure(max(size[0], 3.2 * num_columns), size[1]) as (figure, drawn):
         grid = figure.subplots(num_lines, num_columns, squeeze=False).flatten()
         mesh = None
@@ -273,7 +278,7 @@ def heatmaps(
             axes.set_yticks([0.5 + place for place in range(len(depths))], [f"{depth} %" for depth in depths])
             axes.invert_yaxis()
             axes.set_title(title, fontsize=8.5, wrap=True)
-            axes.set_xlabel("length")
+            axes.set_xlabel(across)
             axes.set_ylabel("depth")
         for axes in grid[len(cells) :]:
             axes.set_axis_off()

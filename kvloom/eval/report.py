@@ -31,7 +31,8 @@ _LEGEND = (
     "alone. [ ]: 95 % interval, percentile bootstrap over samples, the same resamples for none and method, "
     f"10,000 of them, seed {SEED}.",
     "KL, NLL: mean nats per token of the gold answer. Agreement: share of gold positions at which the "
-    "likeliest token is full prefill's. F1, EM: of the greedy answer.",
+    "likeliest token is full prefill's. F1, EM: of the greedy answer; contains: share of samples in which it "
+    "contains a gold answer.",
     "Cost: means over samples of context rows recomputed (share of the context's) and of token-layers, which "
     "are rows x layers computed for the question, scoring and check layers included; of full's: share of "
     "full prefill's token-layers.",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from kvloom.eval import plots
 from kvloom.eval.benchmark import benchmarks
 from kvloom.eval.comparison import Comparison, best_infoflow, compare, rows
+from kvloom.eval.needles import is_needle, needles
 from kvloom.eval.page import Bullets, Heading, Paragraph, Picture
+from kvloom.eval.recomputed import overlaps, where
 from kvloom.eval.runs import as_text, families
 from kvloom.eval.tables import geometry_grid, main_grid, paired_grid
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from kvloom.eval.runs import Entry, Section, Table
 
 Drawing = Callable[[str], str]
-_CELL = re.compile(r"length=(\d+),depth=(\d+)")
 _UNCORRECTED = (
     "Methods are compared as they are, budgets included. Two-sided sign-flip test over samples; p-values are "
     "not corrected for the number of comparisons, and a baseline that was picked as the best of several on "
@@ -45,7 +45,7 @@ class Results:
         self._rows = {title: rows(comparison) for title, comparison in self._comparisons.items()}
 
     def blocks(self) -> Iterator[Block]:
-        """Main tables, plots, tests, and what only some runs have: kinds, needles, geometries, layers."""
+        """Main tables, plots, tests, and what only some runs have: kinds, needles, layers, rows, ..."""
         for title, comparison in self._comparisons.items():
             yield Heading(3, f"Results: {title}")
             apart = [name for name in self._section.tables if name not in self._pooled]
@@ -59,6 +59,17 @@ class Results:
             yield from self._kinds(name)
         yield from self._geometries()
         yield from self._layers()
+        yield from where(self._comparisons)
+        yield from overlaps(self._apart())
+
+    def _apart(self) -> dict[str, Comparison]:
+        """The comparisons that have no sample in common: sets that are pooled are not there twice."""
+        single = len(self._pooled) == 1
+        return {
+            title: comparison
+            for title, comparison in self._comparisons.items()
+            if single or title not in self._pooled
+        }
 
     def _picture(self, name: str, draw: Drawing, caption: str) -> Picture:
         return Picture(self._prefix + name, draw(self._prefix + name), caption)
@@ -124,8 +135,8 @@ class Results:
         comparison = self._comparisons[name]
         results = [measured.result for measured in next(iter(comparison.columns.values()))]
         kinds = sorted({result.kind for result in results})
-        if kinds and all(_CELL.fullmatch(kind) for kind in kinds):
-            yield from self._needles(name, comparison)
+        if kinds and all(map(is_needle, kinds)):
+            yield from needles(name, comparison, self._picture)
         elif len(kinds) > 1:
             by_kind = {
                 kind or "(unknown)": rows(comparison.where(lambda result, kind=kind: result.kind == kind))
@@ -140,21 +151,6 @@ class Results:
                     f"Share of the KL gap closed on {name} by kind, with 95 % intervals. "
                     "The axis ends at \N{MINUS SIGN}100 %.",
                 )
-
-    def _needles(self, name: str, comparison: Comparison) -> Iterator[Block]:
-        has_f1 = all(row.f1 is not None for row in self._rows[name])
-        entries = [entry for entry in comparison.columns if has_f1 or not entry.is_full]
-        cells = {entry.title: _cells(comparison, entry, "f1" if has_f1 else "kl") for entry in entries}
-        if not cells:
-            return
-        top = 1.0 if has_f1 else max(value for by_cell in cells.values() for value in by_cell.values())
-        measure = "F1" if has_f1 else "KL to full prefill, nats per token"
-        yield Heading(3, f"{name} by length and depth")
-        yield self._picture(
-            f"heatmap-{name}",
-            lambda plot: plots.heatmaps(plot, cells, measure, top=top, more_is_better=has_f1),
-            f"{measure}, mean over the samples of a cell, by length of the text and depth of the needle.",
-        )
 
     def _families(self, option: str) -> Iterator[list[Entry]]:
         """`infoflow` entries that differ in `option` only, two or more."""
@@ -193,9 +189,7 @@ class Results:
 
 def _pooled(section: Section) -> list[str]:
     """The sets to be taken together: all but needles in haystacks, unless there is nothing else."""
-    names = [
-        name for name, table in section.tables.items() if not all(map(_CELL.fullmatch, _kinds_of(table)))
-    ]
+    names = [name for name, table in section.tables.items() if not all(map(is_needle, _kinds_of(table)))]
     return names or list(section.tables)
 
 
@@ -210,16 +204,6 @@ def _table(comparison: Comparison, groups: dict[str, list[Row]], lead: str | Non
         yield main_grid(groups, lead)
     else:
         yield Paragraph("No sample has been run by all methods.")
-
-
-def _cells(comparison: Comparison, entry: Entry, name: str) -> dict[tuple[int, int], float]:
-    """The mean of `name` by length and depth."""
-    values: dict[tuple[int, int], list[float]] = {}
-    for measured, value in zip(comparison.columns[entry], comparison.values(entry, name), strict=True):
-        found = _CELL.fullmatch(measured.result.kind)
-        assert found is not None, measured.result.kind
-        values.setdefault((int(found[1]), int(found[2])), []).append(value)
-    return {cell: fmean(held) for cell, held in values.items()}
 
 
 def _common(family: list[Entry], option: str) -> str:

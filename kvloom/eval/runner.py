@@ -11,12 +11,8 @@ every chunk in the store.
 
 from __future__ import annotations
 
-import json
-import logging
-import platform
 import re
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +21,7 @@ import kvloom
 from kvloom.errors import ContextTooLong, EvalError, MethodError
 from kvloom.eval import metrics
 from kvloom.eval.benchmark import Benchmark, Sample, as_passages, digest, joined
+from kvloom.eval.journal import Journal, append_line, read_lines, versions
 from kvloom.generate import AnswerStream, Sampling
 from kvloom.selectors import Full, Selector, as_selector
 from kvloom.trace import Trace
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
     from kvloom.cache import SplicedCache
     from kvloom.loom import Loom, Reorder
     from kvloom.prompt import Prompt
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,11 +95,7 @@ class Recipe:
     fingerprint: str
     data: dict[str, str]  # digest of each benchmark's samples
     kvloom_version: str = kvloom.__version__
-    versions: dict[str, str] = field(default_factory=lambda: _versions())
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")}
+    versions: dict[str, str] = field(default_factory=versions)
 
 
 @dataclass(frozen=True)
@@ -129,72 +120,23 @@ class Result:
     rope_similarity: float | None = None  # of the recomputed rows to the question; None where there is none
 
 
-class Run:
+class Run(Journal):
     """A folder of results, made by one recipe. Raises ``EvalError`` for a folder made by another."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self.folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise EvalError(f"cannot make the run folder {str(folder)!r}: {error.strerror}") from error
-        self._results, self._skipped = folder / "results.jsonl", folder / "skipped.jsonl"
-        self._adopt(recipe)
-        self.done = {
-            (line["benchmark"], line["sample"], line["method"]) for line in read_lines(self._results)
-        }
+        super().__init__(folder, recipe, key=("benchmark", "sample", "method"))
+        self._skipped = folder / "skipped.jsonl"
         self.skipped = {(line["benchmark"], line["sample"]) for line in read_lines(self._skipped)}
-
-    def _adopt(self, recipe: Recipe) -> None:
-        path, wanted = self.folder / "run.json", asdict(recipe)
-        if not path.exists():
-            path.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-            return
-        held = json.loads(path.read_text(encoding="utf-8"))
-        differing = [name for name in wanted if name != "versions" and held.get(name) != wanted[name]]
-        if differing:
-            what = "; ".join(
-                f"{name} {_short(held.get(name))} there, {_short(wanted[name])} now" for name in differing
-            )
-            raise EvalError(
-                f"{str(self.folder)!r} holds a run of another recipe ({what}); give another --out folder"
-            )
 
     def add(self, result: Result) -> None:
         """Appends a line and flushes it, so that an interrupted run loses nothing that is finished."""
-        self.done.add((result.benchmark, result.sample, result.method))
-        _append(self._results, asdict(result))
+        self.write(asdict(result))
 
     def skip(self, benchmark: str, sample: str, reason: str) -> None:
         """Records a sample that cannot be run."""
         if (benchmark, sample) not in self.skipped:
             self.skipped.add((benchmark, sample))
-            _append(self._skipped, {"benchmark": benchmark, "sample": sample, "reason": reason})
-
-
-def _append(path: Path, value: dict[str, Any]) -> None:
-    line = json.dumps(value, ensure_ascii=False) + "\n"
-    if path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n":
-        line = "\n" + line  # after a line that a crash cut short
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON lines of a file, none if it does not exist; a line that a crash cut short is left out."""
-    lines = []
-    if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                logger.warning("%s: a line was cut short and is left out", path)
-    return lines
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+            append_line(self._skipped, {"benchmark": benchmark, "sample": sample, "reason": reason})
 
 
 def make_recipe(

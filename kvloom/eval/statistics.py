@@ -3,13 +3,17 @@
 All is paired: value i of each array belongs to sample i, and samples are drawn as a whole, so that what makes
 a sample hard for every method does not blur the difference between two. Intervals are percentile intervals,
 which for fewer than about 20 samples are somewhat too narrow. The same seed gives the same numbers.
+
+A report asks for hundreds of intervals over the same samples, so what was drawn for a number of samples and a
+seed is kept: how often each resample holds each sample, and the random signs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf, nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 
 _EXACT_SAMPLES = 14  # up to here all sign patterns are tried, at most 16,384
 _BLOCK = 1_000_000  # draws in memory at a time
+_KEPT = 4  # drawings; a report goes through its comparisons one after the other
 
 
 @dataclass(frozen=True)
@@ -120,22 +125,46 @@ def _check_pairs(**arrays: NDArray[np.float64]) -> None:
         raise ValueError(f"values must belong to the same samples, got {lengths}")
 
 
-def _blocks(num_samples: int, resamples: int) -> Iterator[int]:
-    """Numbers of resamples to draw at a time."""
+def _blocks(num_samples: int, resamples: int) -> Iterator[slice]:
+    """The resamples in parts of a size to draw, or to compute with, at a time."""
     size = max(1, _BLOCK // num_samples)
     for start in range(0, resamples, size):
-        yield min(size, resamples - start)
+        yield slice(start, min(start + size, resamples))
+
+
+@lru_cache(maxsize=_KEPT)
+def _draws(num_samples: int, seed: int, resamples: int) -> NDArray[np.unsignedinteger]:
+    """(resamples, n): how often each resample, drawn with replacement, holds each sample."""
+    rng = np.random.default_rng(seed)
+    counts = np.empty((resamples, num_samples), dtype=np.min_scalar_type(num_samples))
+    for block in _blocks(num_samples, resamples):
+        drawn = rng.integers(num_samples, size=(block.stop - block.start, num_samples))
+        cells = drawn + num_samples * np.arange(len(drawn))[:, None]
+        counts[block] = np.bincount(cells.ravel(), minlength=drawn.size).reshape(drawn.shape)
+    counts.flags.writeable = False
+    return counts
+
+
+@lru_cache(maxsize=_KEPT)
+def _signs(num_samples: int, seed: int, resamples: int) -> NDArray[np.int8]:
+    """(resamples, n): random signs, 1 and -1."""
+    rng = np.random.default_rng(seed)
+    signs = np.empty((resamples, num_samples), dtype=np.int8)
+    for block in _blocks(num_samples, resamples):
+        signs[block] = 2 * rng.integers(2, size=(block.stop - block.start, num_samples)) - 1
+    signs.flags.writeable = False
+    return signs
+
+
+def _times(drawn: NDArray[Any], columns: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The matrix product of what was drawn (resamples, n) and the columns (n, ...)."""
+    blocks = _blocks(len(columns), len(drawn))
+    return np.concatenate([drawn[block].astype(np.float64) @ columns for block in blocks])
 
 
 def _resampled_means(columns: NDArray[np.float64], seed: int, resamples: int) -> NDArray[np.float64]:
     """(resamples, columns): means over rows drawn with replacement, the same rows for every column."""
-    rng, num_samples = np.random.default_rng(seed), len(columns)
-    return np.concatenate(
-        [
-            columns[rng.integers(num_samples, size=(rows, num_samples))].mean(1)
-            for rows in _blocks(num_samples, resamples)
-        ]
-    )
+    return _times(_draws(len(columns), seed, resamples), columns) / len(columns)
 
 
 def _percentiles(
@@ -161,8 +190,5 @@ def _sign_flip(differences: NDArray[np.float64], seed: int, resamples: int) -> f
     if num_samples <= _EXACT_SAMPLES:
         patterns = (np.arange(2**num_samples)[:, None] >> np.arange(num_samples)) & 1
         return float((np.abs((2 * patterns - 1) @ differences) >= threshold).mean())
-    rng, num_extreme = np.random.default_rng(seed), 1
-    for rows in _blocks(num_samples, resamples):
-        signs = 2 * rng.integers(2, size=(rows, num_samples)) - 1
-        num_extreme += int((np.abs(signs @ differences) >= threshold).sum())
-    return num_extreme / (resamples + 1)
+    sums = _times(_signs(num_samples, seed, resamples), differences)
+    return (1 + int((np.abs(sums) >= threshold).sum())) / (resamples + 1)

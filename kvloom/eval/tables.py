@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from kvloom.eval.statistics import Interval
 
 _MINUS = "\N{MINUS SIGN}"
+ANSWERS = {"F1": "f1", "EM": "exact_match", "contains": "contains"}
+"""Columns on the text of greedy answers, and what they show of a row."""
 
 
 def percent(share: float | None) -> str:
     """``0.153`` as ``15 %``; nothing for None."""
-    return "" if share is None else f"{_whole(share)} %"
+    return "" if share is None else f"{whole(share)} %"
 
 
-def _whole(share: float) -> str:
+def whole(share: float) -> str:
+    """``0.153`` as ``15``, in per cent."""
     if isinf(share):
         return "∞" if share > 0 else f"{_MINUS}∞"
     return f"{round(100 * share) + 0:d}".replace("-", _MINUS)
@@ -35,9 +38,15 @@ def gap(interval: Interval | None, entry: Entry) -> str:
         return ""
     if isnan(interval.mean):
         return "no gap"
-    if entry.is_none or entry.is_full or isnan(interval.low):
-        return percent(interval.mean)
-    return f"{percent(interval.mean)} [{_whole(interval.low)}, {_whole(interval.high)}]"
+    return percent(interval.mean) if entry.is_none or entry.is_full else with_ends(interval)
+
+
+def with_ends(share: Interval) -> str:
+    """``61 % [58, 64]``; without the ends where there are none, and nothing for what is no number."""
+    if isnan(share.mean):
+        return ""
+    ends = "" if isnan(share.low) else f" [{whole(share.low)}, {whole(share.high)}]"
+    return percent(share.mean) + ends
 
 
 def nats(value: float) -> str:
@@ -58,24 +67,26 @@ def main_grid(groups: Mapping[str, Sequence[Row]], lead: str | None = None) -> G
     every = [row for rows in groups.values() for row in rows]
     stages = [stage for stage in STAGES if any(row.stages_ms[stage] for row in every)]
     parts = " / ".join(stage.replace("_", " ") for stage in stages)
-    has_answers = any(row.f1 is not None for row in every)
+    answers = [
+        column for column, name in ANSWERS.items() if any(getattr(row, name) is not None for row in every)
+    ]
     header = [
         *([lead] if lead else []),
         *("method", "options", "N", "KL gap closed", "same, first token", "KL", "NLL", "agreement"),
-        *(("F1", "EM") if has_answers else ()),
+        *answers,
         *("rows", "token-layers", "of full's", "TTFT / full's", f"TTFT ms ({parts})", "KV MB"),
     ]
     lines = [
-        [*([title] if lead else []), *_main_line(row, stages, has_answers)]
+        [*([title] if lead else []), *_main_line(row, stages, answers)]
         for title, rows in groups.items()
         for row in rows
     ]
     return Grid(header, lines, num_text=3 if lead else 2)
 
 
-def _main_line(row: Row, stages: Sequence[str], has_answers: bool) -> list[str]:
+def _main_line(row: Row, stages: Sequence[str], answers: Sequence[str]) -> list[str]:
     parts = " / ".join(milliseconds(row.stages_ms[stage]) for stage in stages)
-    answers = ["" if value is None else f"{value:.3f}" for value in (row.f1, row.exact_match)]
+    measured = [getattr(row, ANSWERS[column]) for column in answers]
     return [
         row.entry.name,
         row.entry.shown,
@@ -85,7 +96,7 @@ def _main_line(row: Row, stages: Sequence[str], has_answers: bool) -> list[str]:
         nats(row.kl),
         nats(row.nll),
         f"{row.agreement:.3f}",
-        *(answers if has_answers else ()),
+        *("" if value is None else f"{value:.3f}" for value in measured),
         f"{row.rows:,.0f} ({percent(row.rows_share)})",
         f"{row.token_layers:,.0f}",
         percent(row.token_layers_share),

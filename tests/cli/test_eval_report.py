@@ -44,6 +44,14 @@ def test_eval_measures_resumes_and_reports(kvloom: Kvloom, tiny_model: Path, tmp
     page = (out / "report.html").read_text()
     assert "<svg" in page
     assert (out / "report.md").read_text().strip() == reported.stdout.strip()
+    assert "Paired tests against infoflow ratio=0.3" in reported.stdout
+    assert "Where the recomputed rows lie" in reported.stdout
+    other = kvloom.ok("report", out, "--baseline", "none", "--out", tmp_path / "other").stdout
+    assert "### Paired tests against none\n" in other
+    refused = kvloom.refused("report", out, "--baseline", "epic")
+    assert refused.startswith(
+        "the baseline 'epic' is not in the results; there are: none, infoflow:ratio=0.3"
+    )
 
 
 def test_bad_input_is_one_sentence(kvloom: Kvloom, tiny_model: Path, tmp_path: Path) -> None:

@@ -34,7 +34,31 @@ OPTIONS = {
         *("sets", "--out", "--model -m", "--method -s", "--data", "--limit", "--chunks", "--chunk-tokens"),
         *("--header", "--max-context", "--max-new-tokens", "--seed", "--dtype", "--device", "--json"),
     },
-    "report": {"runs", "--out"},
+    "report": {"runs", "--out", "--baseline"},
+    "falsify": {
+        *("sets", "--out", "--model -m", "--ratio", "--local", "--data", "--limit", "--max-context"),
+        *("--dtype", "--device", "--json"),
+    },
+    "view": {
+        *("question", "sources", *MODEL, "--out", "--selector -s", "--option -o", "--reorder", "--top"),
+        *("--set", "--sample", "--data", "--json"),
+    },
+    "calibrate": {
+        *("--model -m", "--text", "--samples", "--length", "--ratio", "--seed", "--out"),
+        *("--dtype", "--device", "--json"),
+    },
+    "compress": {
+        *("file", "--model -m", "--compressor -c", "--option -o", "--plain", "--max-new-tokens"),
+        *("--decode-compressor -d", "--save", "--layers", "--dtype", "--device", "--json"),
+    },
+    "fidelity": {
+        *("sets", "--out", "--model -m", "--compressor -c", "--keep", "--documents", "--prefix"),
+        *("--continuation", "--data", "--dtype", "--device", "--json"),
+    },
+    "influence": {
+        *("sets", "--out", "--model -m", "--remove -r", "--share", "--direct", "--singles", "--window"),
+        *("--documents", "--prefix", "--continuation", "--seed", "--data", "--dtype", "--device", "--json"),
+    },
     "demo": {"--questions", "--json"},
     "store": set(),
     "store stats": STORE,

@@ -22,6 +22,7 @@ from kvloom.eval.benchmark import (
     build,
     data_folder,
     digest,
+    find,
     joined,
     load,
     take,
@@ -92,6 +93,16 @@ def test_limit_takes_the_first() -> None:
     assert len(load("hotpotqa", DATA, 99)) == 3
     with pytest.raises(EvalError, match="at least 1, got 0"):
         load("hotpotqa", DATA, 0)
+
+
+def test_a_sample_is_found_by_its_id_or_else_by_its_number() -> None:
+    samples = load("hotpotqa", DATA)
+    assert find(samples, "h2") is samples[1]
+    assert find(samples, "3") is samples[2]
+    assert find([replace(samples[0], id="2"), *samples[1:]], "2").id == "2", "an id before a number"
+    for wanted in ("0", "4", "-1", "h9", "1.0", "²"):
+        with pytest.raises(EvalError, match=f"no sample '{wanted}'; give an id such as 'h1', or a number"):
+            find(samples, wanted)
 
 
 def test_the_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

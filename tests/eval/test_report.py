@@ -6,111 +6,22 @@ import json
 import os
 import re
 import sys
-from dataclasses import asdict
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from made_results import FLOW, FULL, NONE, Samples, by_method, grid, words, write
 
 from kvloom.errors import EvalError
 from kvloom.eval import plots
 from kvloom.eval.benchmarks.needle import Needle
 from kvloom.eval.facts import eval_command
 from kvloom.eval.report import Report, report
-from kvloom.eval.runner import Method, Recipe, Result
+from kvloom.eval.runner import Recipe
 from kvloom.prompt import PromptFormat
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-Samples = dict[str, dict[str, Any]]
-STAGES = ("load", "prefill", "splice", "score", "recompute", "first_token", "decode")
-NONE = {"1": {"kl": 1.0, "first_kl": 2.0, "ttft": 0.1}, "2": {"kl": 3.0, "first_kl": 2.0, "ttft": 0.1}}
-FULL = {
-    "1": {"kl": 0.0, "first_kl": 0.0, "ttft": 1.0, "token_layers": 900, "recomputed_rows": 100},
-    "2": {"kl": 0.0, "first_kl": 0.0, "ttft": 2.0, "token_layers": 1100, "recomputed_rows": 100},
-}
-FLOW = {
-    "1": {"kl": 0.5, "first_kl": 1.0, "ttft": 0.1, "token_layers": 150, "recomputed_rows": 10},
-    "2": {"kl": 0.5, "first_kl": 2.0, "ttft": 1.0, "token_layers": 250, "recomputed_rows": 20},
-}
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of numbers: drawing takes most of the time."""
-    for name in ("quality", "ttft", "kinds", "heatmaps", "layers"):
-        monkeypatch.setattr(plots, name, lambda *_, **__: "<svg ></svg>")
-
-
-def line_of(method: str, benchmark: str, sample: str, given: dict[str, Any]) -> dict[str, Any]:
-    seconds = dict.fromkeys(STAGES, 0.0) | given.get("seconds", {})
-    trace = {
-        "context_tokens": 100,
-        "question_tokens": 5,
-        "recomputed_rows": given.get("recomputed_rows", 0),
-        "token_layers": given.get("token_layers", 50),
-        "kv_bytes": given.get("kv_bytes", 2_500_000),
-        "seconds": seconds | {"ttft": given.get("ttft", 0.1)},
-    }
-    try:
-        recipe = Method.parse(method).recipe
-    except ValueError:
-        recipe = method
-    result = Result(
-        benchmark=benchmark,
-        sample=sample,
-        kind=given.get("kind", ""),
-        method=method,
-        recipe=recipe,
-        kl=given["kl"],
-        first_kl=given.get("first_kl", given["kl"]),
-        nll=given.get("nll", 1.0),
-        agreement=given.get("agreement", 0.5),
-        num_gold=3,
-        trace=trace,
-        f1=given.get("f1"),
-        exact_match=given.get("exact_match"),
-    )
-    return asdict(result)
-
-
-def write(folder: Path, sets: dict[str, dict[str, Samples]], **given: Any) -> Path:
-    """A run folder of results by set, method and sample."""
-    folder.mkdir(parents=True)
-    methods = list(dict.fromkeys(method for by_method in sets.values() for method in by_method))
-    recipe = {
-        "model": "tiny",
-        "methods": methods,
-        "benchmarks": [f"{name}()" for name in sets],
-        "limit": None,
-        "chunks": "passages",
-        "prompt_format": "PromptFormat()",
-        "max_new_tokens": 0,
-        "fingerprint": "f" * 64,
-        "data": {name: f"digest of {name}" for name in sets},
-    }
-    (folder / "run.json").write_text(json.dumps(asdict(Recipe(**(recipe | given)))))
-    lines = [
-        json.dumps(line_of(method, name, sample, numbers))
-        for name, by_method in sets.items()
-        for method, samples in by_method.items()
-        for sample, numbers in samples.items()
-    ]
-    (folder / "results.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    return folder
-
-
-def grid(markdown: str, heading: str, number: int = 0) -> list[dict[str, str]]:
-    """The table below a heading, as rows by column; of columns with the same name the first."""
-    part = re.split(r"^#+ ", markdown.split(f" {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
-    table = re.findall(r"(?:^\|.*\n)+", part, flags=re.MULTILINE)[number].splitlines()
-    header, _, *body = ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table)
-    return [dict(zip(reversed(header), reversed(row), strict=True)) for row in body]
-
-
-def by_method(rows: list[dict[str, str]]) -> dict[str, dict[str, str]]:
-    return {f"{row['method']} {row['options']}".strip(): row for row in rows}
 
 
 def small(tmp_path: Path, **given: Any) -> Report:
@@ -135,7 +46,7 @@ def test_quality_and_cost_by_hand(tmp_path: Path) -> None:
     assert (flow["token-layers"], flow["of full's"]) == ("200", "20 %")
     assert flow["TTFT / full's"] == "0.30", "the median of .1 and .5, not .55 / 1.5"
     assert flow["KV MB"] == "2.5"
-    assert "F1" not in flow
+    assert not {"F1", "EM", "contains"} & set(flow)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -146,6 +57,7 @@ def test_answers_and_times_stand_beside_it(tmp_path: Path) -> None:
             "kl": 1,
             "f1": 0.5,
             "exact_match": 0,
+            "contains": 1,
             "nll": 2,
             "agreement": 0.25,
             "seconds": seconds,
@@ -155,6 +67,7 @@ def test_answers_and_times_stand_beside_it(tmp_path: Path) -> None:
             "kl": 1,
             "f1": 1.0,
             "exact_match": 1,
+            "contains": 0,
             "nll": 4,
             "agreement": 0.75,
             "seconds": seconds,
@@ -165,6 +78,7 @@ def test_answers_and_times_stand_beside_it(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", {"hotpotqa": {"none": NONE, "infoflow": flow, "random": half}})
     row, random = grid(report([folder]).markdown, "Results: hotpotqa")[1:]
     assert (row["F1"], row["EM"], row["NLL"], row["agreement"]) == ("0.750", "0.500", "3.000", "0.500")
+    assert row["contains"] == "0.500"
     assert row["TTFT ms (load / score / recompute)"] == "134 (4.0 / 30 / 100)"
     assert (random["F1"], random["EM"]) == ("", ""), "not the mean of those that happen to have it"
     assert (row["of full's"], row["TTFT / full's"]) == ("", ""), "full was not run"
@@ -276,11 +190,6 @@ def test_kinds_apart(tmp_path: Path) -> None:
         ("3hop1", "infoflow"): "83 %",
     }
     assert words(made.plots["kinds-musique"])[:4] == ["2hop", "N = 1", "3hop1", "N = 1"]
-
-
-def words(svg: str) -> list[str]:
-    """The words of a plot, in the order of drawing."""
-    return re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", svg)
 
 
 def marks(svg: str, colour: str) -> list[tuple[float, float]]:

@@ -5,11 +5,16 @@ simulation.
 from __future__ import annotations
 
 from math import isnan
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from kvloom.eval import statistics
 from kvloom.eval.statistics import gap_closed, paired_bootstrap, paired_difference
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def test_bootstrap_of_two_values_by_hand() -> None:
@@ -45,6 +50,36 @@ def test_the_seed_decides() -> None:
     # 10,000 resamples of 300 do not fit one block of draws
     many = np.arange(300.0)
     assert paired_bootstrap(many, seed=1) == paired_bootstrap(many, seed=1)
+
+
+def slow_bootstrap(values: NDArray[np.float64], seed: int, resamples: int) -> tuple[float, float]:
+    """Every resample drawn and averaged as a list of samples."""
+    rng = np.random.default_rng(seed)
+    means = values[rng.integers(len(values), size=(resamples, len(values)))].mean(1)
+    return (
+        float(np.quantile(means, 0.025, method="lower")),
+        float(np.quantile(means, 0.975, method="higher")),
+    )
+
+
+@pytest.mark.parametrize("num_samples", [2, 40, 255, 256, 700])
+def test_counting_draws_is_drawing_samples(num_samples: int) -> None:
+    values = np.random.default_rng(6).exponential(1, num_samples)
+    interval = paired_bootstrap(values, seed=7, resamples=1000)
+    assert (interval.low, interval.high) == pytest.approx(slow_bootstrap(values, 7, 1000), rel=1e-12)
+
+
+def test_what_was_drawn_is_kept_and_never_for_other_numbers() -> None:
+    values = np.arange(50.0)
+    first = paired_difference(values, 0 * values, seed=11, resamples=500)
+    drawn = [statistics._draws.cache_info().misses, statistics._signs.cache_info().misses]
+    gap_closed(values, values / 2, seed=11, resamples=500)
+    again = paired_difference(values, 0 * values, seed=11, resamples=500)
+    assert again == first
+    assert drawn == [statistics._draws.cache_info().misses, statistics._signs.cache_info().misses]
+    for change in ({"seed": 12, "resamples": 500}, {"seed": 11, "resamples": 501}):
+        assert paired_difference(values, 0 * values, **change) != first
+    assert statistics._draws.cache_info().misses == drawn[0] + 2
 
 
 def test_one_sample_has_no_interval() -> None:

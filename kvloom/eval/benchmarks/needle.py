@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Unit = Literal["tokens", "words"]
+FACT = "The special magic {city} number is {number}."
+QUESTION = "What is the special magic {city} number?"
 WORDS_PER_TOKEN = 0.75  # of SmolLM2's tokenizer: 0.72 on Emerson's essays, 0.76 on Sherlock Holmes
 CITIES = (
     *(
@@ -117,11 +119,11 @@ class Needle(Benchmark):
     def _sample(self, pieces: list[str], round: int, length: int, depth: int) -> Sample:
         draw = random.Random(f"{self.seed}/{round}/{length}/{depth}")
         city, number = draw.choice(CITIES), str(draw.randrange(1_000_000, 10_000_000))
-        texts, place = hide(f"The special magic {city} number is {number}.", pieces, depth)
+        texts, place = hide(FACT.format(city=city, number=number), pieces, depth)
         id = f"needle_{length}_{depth}_{round}"
         return Sample(
             id=id,
-            question=f"What is the special magic {city} number?",
+            question=QUESTION.format(city=city),
             answers=(number,),
             documents=tuple(Document(text, id=f"{id}/{part}") for part, text in enumerate(texts)),
             supporting=(place,),
