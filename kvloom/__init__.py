@@ -14,10 +14,13 @@ _HOMES = {
     "Answer": "kvloom.trace",
     "CacheBlend": "kvloom.selectors",
     "ChunkKV": "kvloom.kv",
+    "Compressor": "kvloom.compressors",
+    "Conversation": "kvloom.conversation",
     "Document": "kvloom.prompt",
     "Epic": "kvloom.selectors",
     "Full": "kvloom.selectors",
     "InfoFlow": "kvloom.selectors",
+    "InfoKV": "kvloom.compressors.infokv",
     "KVLoomError": "kvloom.errors",
     "Loom": "kvloom.loom",
     "NoRecompute": "kvloom.selectors",
@@ -25,9 +28,11 @@ _HOMES = {
     "PromptFormat": "kvloom.prompt",
     "Random": "kvloom.selectors",
     "Selector": "kvloom.selectors",
+    "SnapKV": "kvloom.compressors.snapkv",
     "SplicedCache": "kvloom.cache",
     "Store": "kvloom.store",
     "Trace": "kvloom.trace",
+    "compressors": "kvloom.compressors",
     "open_store": "kvloom.store",
     "selectors": "kvloom.selectors",
 }
@@ -36,10 +41,13 @@ __all__ = [
     "Answer",
     "CacheBlend",
     "ChunkKV",
+    "Compressor",
+    "Conversation",
     "Document",
     "Epic",
     "Full",
     "InfoFlow",
+    "InfoKV",
     "KVLoomError",
     "Loom",
     "NoRecompute",
@@ -47,15 +55,22 @@ __all__ = [
     "PromptFormat",
     "Random",
     "Selector",
+    "SnapKV",
     "SplicedCache",
     "Store",
     "Trace",
+    "compressors",
     "open_store",
     "selectors",
 ]
 
 if TYPE_CHECKING:
     from kvloom.cache import SplicedCache as SplicedCache
+    from kvloom.compressors import Compressor as Compressor
+    from kvloom.compressors import compressors as compressors
+    from kvloom.compressors.infokv import InfoKV as InfoKV
+    from kvloom.compressors.snapkv import SnapKV as SnapKV
+    from kvloom.conversation import Conversation as Conversation
     from kvloom.errors import KVLoomError as KVLoomError
     from kvloom.kv import ChunkKV as ChunkKV
     from kvloom.loom import Loom as Loom
@@ -80,7 +95,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvloom' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
-    if name != "selectors":  # also a subpackage, whose import sets the attribute to the module
+    if name not in (
+        "compressors",
+        "selectors",
+    ):  # subpackages too: their import sets the attribute
         globals()[name] = value
     return value
 

@@ -197,10 +197,12 @@ def attention_weights(query: Tensor, keys: Tensor, mask: Tensor, heads: Heads) -
     scores = (grouped @ keys.transpose(1, 2)).float().mul_(heads.scaling).view(num_heads, num_rows, -1)
     if heads.softcap is not None:
         scores = heads.softcap * torch.tanh(scores / heads.softcap)
-    # not -inf: a padding row sees no key, and would become NaN
+    # not -inf: a row that sees no key would become NaN; such rows get no weights, as from SDPA
     scores = scores.masked_fill(~_per_query_head(mask, num_heads), torch.finfo(torch.float32).min)
     if heads.sinks is None:
-        return scores.softmax(-1)
+        weights = scores.softmax(-1)
+        is_seeing = mask.any(-1, keepdim=True)
+        return weights if is_seeing.all() else weights * _per_query_head(is_seeing, num_heads)
     sinks = heads.sinks.float().view(-1, 1, 1).expand(-1, num_rows, 1)
     return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 

@@ -76,15 +76,29 @@ class BufferLayer(CacheLayerMixin):
         were appended.
         """
         num_over = 0 if self.overwrite is None else len(self.overwrite)
-        if self.overwrite is not None:
+        if self.overwrite is not None and self.rows is None:
             self.key_buffer.index_copy_(2, self.overwrite, key_states[:, :, :num_over])
             self.value_buffer.index_copy_(2, self.overwrite, value_states[:, :, :num_over])
+        elif self.overwrite is not None:
+            head, given, place = self._places(self.overwrite)
+            self.key_buffer[0, head, place] = key_states[0, head, given]
+            self.value_buffer[0, head, place] = value_states[0, head, given]
         first, self.length = self.length, self.length + key_states.shape[2] - num_over
         if self.length > first:
             self._reserve(self.length)
             self.key_buffer[:, :, first : self.length] = key_states[:, :, num_over:]
             self.value_buffer[:, :, first : self.length] = value_states[:, :, num_over:]
         return self.keys, self.values
+
+    def _places(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where heads hold some of `rows` (S,): heads, which of `rows`, and places, of one length each."""
+        assert self.rows is not None, "a layer that holds all rows has them in their order"
+        num_rows = int(torch.cat([self.rows.max()[None], rows]).max()) + 1 if self.rows.numel() else 0
+        held = torch.arange(self.rows.shape[1], device=rows.device).expand_as(self.rows)
+        place_of = torch.full((len(self.rows), num_rows), -1, device=rows.device).scatter_(1, self.rows, held)
+        places = place_of[:, rows] if num_rows else place_of.new_empty((len(self.rows), 0))
+        head, given = (places >= 0).nonzero(as_tuple=True)
+        return head, given, places[head, given]
 
     def _reserve(self, capacity: int) -> None:
         """Room for `capacity` rows; grows by half so that decoding past the room reserved stays linear."""
@@ -211,6 +225,38 @@ class SplicedCache(Cache):
         self.layers[layer].key_buffer[0, :, rows.start : rows.stop] = keys
         self.layers[layer].value_buffer[0, :, rows.start : rows.stop] = values
 
+    def write_places(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Fills places (H, S) int64 of a layer's heads with keys (H, S, D) and values (H, S, D)."""
+        heads = torch.arange(len(places), device=self.device)[:, None]
+        self.layers[layer].key_buffer[0, heads, places] = keys
+        self.layers[layer].value_buffer[0, heads, places] = values
+
+    def write_held(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fills a layer with what it holds of the keys and values (H, T, D) of all rows."""
+        rows = self.layers[layer].rows
+        if rows is not None:
+            keys, values = (x.gather(1, rows[..., None].expand(-1, -1, x.shape[2])) for x in (keys, values))
+        self.write(layer, range(self.layers[layer].length), keys, values)
+
+    def by_row(self, layer: int, data: Tensor) -> Tensor:
+        """Data (H * G, ..., P) for the places of a layer's heads as (H * G, ..., T) for all rows; 0 where a
+        head dropped one.
+        """
+        rows = self.layers[layer].rows
+        if rows is None:
+            return data
+        rows = rows[:, : data.shape[-1]].repeat_interleave(len(data) // len(rows), 0)
+        rows = rows.view(len(data), *[1] * (data.ndim - 2), -1).expand_as(data)
+        return data.new_zeros((*data.shape[:-1], self.num_rows)).scatter_(-1, rows, data)
+
+    @property
+    def is_held(self) -> Tensor:
+        """(T,) bool: whether any head of any layer still holds the row."""
+        held = torch.zeros(self.num_rows, dtype=torch.bool, device=self.device)
+        for layer in self.layers:
+            held[slice(None) if layer.rows is None else layer.rows.flatten()] = True
+        return held
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -233,14 +279,10 @@ class SplicedCache(Cache):
 
     @contextmanager
     def overwriting(self, rows: Tensor) -> Iterator[None]:
-        """Inside, the first len(rows) rows of a forward are written over `rows` (S,); further ones are
-        appended.
+        """Inside, the first len(rows) rows of a forward are written over `rows` (S,), in the heads that still
+        hold them; further ones are appended.
         """
-        for index, layer in enumerate(self.layers):
-            if layer.rows is not None and len(rows):
-                raise ValueError(
-                    f"layer {index}: rows were dropped from this cache, so they cannot be overwritten"
-                )
+        for layer in self.layers:
             layer.overwrite = rows
         try:
             yield

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from kvloom.compressors.chunks import prefill_compressed
 from kvloom.errors import ContextTooLong, StoreError
 from kvloom.hf import Decoder, cat_ids
 from kvloom.prefill import packs, prefill
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvloom.compressors import Compressor
     from kvloom.kv import ChunkKV
 
 logger = logging.getLogger(__name__)
@@ -28,13 +30,21 @@ class ChunkSource:
     again.
     """
 
-    def __init__(self, decoder: Decoder, store: Store) -> None:
+    def __init__(self, decoder: Decoder, store: Store, compressor: Compressor | None = None) -> None:
         self.decoder = decoder
         self.store = store
+        self.compressor = compressor  # drops rows of every chunk before it is stored; the header stays whole
 
     def key(self, header_ids: Tensor, chunk_ids: Tensor) -> str:
         """The store key of a chunk that was prefilled behind the header."""
-        return chunk_key(self.decoder.fingerprint, header_ids, chunk_ids)
+        compressor = "" if self.compressor is None else repr(self.compressor)
+        return chunk_key(self.decoder.fingerprint, header_ids, chunk_ids, compressor=compressor)
+
+    def _prefill(self, chunks: Sequence[Tensor], header: ChunkKV | None) -> Iterator[ChunkKV]:
+        if self.compressor is None:
+            return prefill(self.decoder, chunks, header)
+        header_ids = cat_ids([]) if header is None else header.token_ids
+        return prefill_compressed(self.decoder, chunks, header_ids, self.compressor)
 
     def index(
         self,
@@ -69,7 +79,7 @@ class ChunkSource:
                     done += sum(len(ids) for key, ids in here.items() if key not in left)
                     if on_progress is not None:
                         on_progress(done, total)
-                for key, kv in zip(left, prefill(self.decoder, list(left.values()), header), strict=True):
+                for key, kv in zip(left, self._prefill(list(left.values()), header), strict=True):
                     self.store.put(key, kv)
                     done += kv.num_tokens
                     if on_progress is not None:
@@ -104,7 +114,7 @@ class ChunkSource:
     def _computed(
         self, missing: dict[str, list[int]], chunks: Sequence[Tensor], header: ChunkKV | None, trace: Trace
     ) -> Iterator[tuple[str, ChunkKV]]:
-        computed = prefill(self.decoder, [chunks[indices[0]] for indices in missing.values()], header)
+        computed = self._prefill([chunks[indices[0]] for indices in missing.values()], header)
         for key in missing:
             with trace.seconds.clock("prefill", self.decoder.synchronize):
                 kv = next(computed)
@@ -115,7 +125,7 @@ class ChunkSource:
     def _header(self, header_ids: Tensor, trace: Trace, *, must_store: bool = False) -> ChunkKV | None:
         if len(header_ids) == 0:
             return None
-        key = self.key(cat_ids([]), header_ids)
+        key = chunk_key(self.decoder.fingerprint, cat_ids([]), header_ids)
         kv = self._stored(key, header_ids, 0, trace)
         if kv is not None:
             trace.reused_tokens += kv.num_tokens

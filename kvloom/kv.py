@@ -20,8 +20,9 @@ class ChunkKV:
     """The keys and values of one chunk, as computed at positions ``start .. start + T - 1``.
 
     Keys are rotated (after RoPE) for those positions; `kvloom.splice` moves them. Heads and head dim may
-    differ between layers, and between keys and values; the number of tokens may not. Raises ``ValueError``
-    for tensors that do not fit each other.
+    differ between layers, and between keys and values. `rows` says which tokens the heads of a layer hold
+    where a compressor dropped some, and `compressor` which one it was; None: all tokens, in every layer.
+    Raises ``ValueError`` for tensors that do not fit each other.
     """
 
     token_ids: Tensor  # (T,) int64
@@ -29,6 +30,8 @@ class ChunkKV:
     values: tuple[Tensor, ...]  # L x (H, T, D)
     fingerprint: str  # of the model that computed it; see `kvloom.hf.Model.fingerprint`
     start: int = 0  # position of the first token
+    rows: tuple[Tensor, ...] | None = None  # L x (H, T) int32, ascending, 0..number of tokens - 1
+    compressor: str = ""  # repr of what dropped the others
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keys", tuple(self.keys))
@@ -41,14 +44,31 @@ class ChunkKV:
             raise ValueError(f"{len(self.keys)} layers of keys but {len(self.values)} layers of values")
         if self.start < 0:
             raise ValueError(f"start must not be negative, got {self.start}")
-        num_tokens = len(self.token_ids)
+        if self.rows is not None:
+            object.__setattr__(self, "rows", tuple(self.rows))
+            self._check_rows(self.rows)
         for name, tensors in (("keys", self.keys), ("values", self.values)):
             for layer, tensor in enumerate(tensors):
-                if tensor.ndim != 3 or tensor.shape[1] != num_tokens:
+                num_held = len(self.token_ids) if self.rows is None else self.rows[layer].shape[1]
+                if tensor.ndim != 3 or tensor.shape[1] != num_held:
                     raise ValueError(
                         f"layer {layer}: {name} {tuple(tensor.shape)} should be "
-                        f"(heads, {num_tokens}, head_dim); delete the chunk and compute it again"
+                        f"(heads, {num_held}, head_dim); delete the chunk and compute it again"
                     )
+
+    def _check_rows(self, rows: tuple[Tensor, ...]) -> None:
+        if len(rows) != len(self.keys):
+            raise ValueError(f"{len(self.keys)} layers of keys but {len(rows)} layers of rows")
+        for layer, held in enumerate(rows):
+            num_heads = self.keys[layer].shape[0]
+            if held.ndim != 2 or len(held) != num_heads or held.dtype != torch.int32:
+                raise ValueError(
+                    f"layer {layer}: rows {tuple(held.shape)} {held.dtype} should be "
+                    f"({num_heads}, tokens held) torch.int32"
+                )
+            is_within = held.numel() == 0 or 0 <= int(held.min()) <= int(held.max()) < len(self.token_ids)
+            if not is_within or (held.diff(dim=1) <= 0).any():
+                raise ValueError(f"layer {layer}: rows must ascend within 0..{len(self.token_ids) - 1}")
 
     @property
     def num_tokens(self) -> int:
@@ -60,5 +80,5 @@ class ChunkKV:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys, values and token ids."""
-        return sum(tensor.nbytes for tensor in (self.token_ids, *self.keys, *self.values))
+        """Bytes of keys, values, token ids and rows."""
+        return sum(tensor.nbytes for tensor in (self.token_ids, *self.keys, *self.values, *(self.rows or ())))

@@ -31,7 +31,7 @@ from kvloom.prompt import chunks as cut_into_chunks
 from kvloom.prompt import prompt as build_prompt
 from kvloom.recompute import recompute
 from kvloom.selectors import Selector, select
-from kvloom.splice import announce, splice_into
+from kvloom.splice import announce, leave_out, splice_into
 from kvloom.store import Store, open_store
 from kvloom.tokenizer import Tokenizer
 from kvloom.trace import Answer, Trace
@@ -47,14 +47,29 @@ if TYPE_CHECKING:
 Reorder = bool | Literal["chunks"]
 
 
+class AnswerOptions(SamplingOptions, total=False):
+    """How an answer comes about.
+
+    `selector` is an instance, or a name with `options` as data. `reorder=True` puts the documents that the
+    question attends to most next to it; "chunks" does so with the chunks of each document too, which breaks
+    up their text. A `compressor` drops rows of the prompt before the answer; over reused chunks it must be
+    one that needs no signals of them, such as snapkv.
+    """
+
+    selector: Selector | str
+    options: Mapping[str, Any] | None
+    reorder: Reorder
+    compressor: Compressor | str | None
+
+
 class Loom:
     """A model, its tokenizer and a store of chunk KV; answers questions over documents without prefilling
     them again.
 
     `model` is a transformers causal language model; it is switched to kvloom's attention function, which
     computes the same results. `tokenizer` is any object with `encode`, `decode` and special-token ids.
-    `store` is a `Store` or its URL: ``memory:``, ``memory:4GiB``, ``disk:PATH``. Raises ``UnsupportedModel``
-    for a model whose KV cannot be moved.
+    `store` is a `Store` or its URL: ``memory:``, ``memory:4GiB``, ``disk:PATH``. A `chunk_compressor` drops
+    rows of every chunk before it is stored. Raises ``UnsupportedModel`` for a model whose KV cannot be moved.
     """
 
     def __init__(
@@ -64,6 +79,7 @@ class Loom:
         *,
         store: str | Store = "memory:",
         prompt_format: PromptFormat | None = None,
+        chunk_compressor: Compressor | str | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = Tokenizer(tokenizer)
@@ -71,7 +87,8 @@ class Loom:
         self.prompt_format = prompt_format or PromptFormat()
         self.decoder = Decoder(model, tokenizer_identity=self.tokenizer.identity())
         self.rotation_errors = families.check(self.decoder)
-        self.chunks = ChunkSource(self.decoder, self.store)
+        self.chunk_compressor = None if chunk_compressor is None else as_compressor(chunk_compressor)
+        self.chunks = ChunkSource(self.decoder, self.store, self.chunk_compressor)
 
     @classmethod
     def from_pretrained(
@@ -82,6 +99,7 @@ class Loom:
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         prompt_format: PromptFormat | None = None,
+        chunk_compressor: Compressor | str | None = None,
         **model_kwargs: Any,
     ) -> Loom:
         """A Loom over a model folder, a hub name, or "bundled:smollm2", which works offline.
@@ -89,7 +107,8 @@ class Loom:
         `dtype` None is float32 on a CPU and the checkpoint's own elsewhere. Raises ``ModelError``.
         """
         model, tokenizer = load(name_or_path, dtype=dtype, device=device, **model_kwargs)
-        return cls(model, tokenizer, store=store, prompt_format=prompt_format)
+        format, compressor = prompt_format, chunk_compressor
+        return cls(model, tokenizer, store=store, prompt_format=format, chunk_compressor=compressor)
 
     # --- documents -> chunks -> store
 
@@ -131,13 +150,16 @@ class Loom:
         self.check_length(prompt, 0)
         layout = LAYOUTS[placement](len(prompt.header_ids), [len(ids) for ids in prompt.chunk_ids])
         behind = self._prefill_header()
-        cache = self.decoder.new_cache(prompt.num_tokens + reserve)
+        cache, compressed = self.decoder.new_cache(prompt.num_tokens + reserve), []
         announce(cache, prompt.header_ids, prompt.chunk_ids, layout, num_behind=len(behind))
         for index, kv in self.chunks.supply(prompt.header_ids, behind, prompt.chunk_ids, trace):
             header = range(len(prompt.header_ids)), 0
             rows, start = header if index < 0 else (cache.spans[index], layout.starts[index])
             with trace.seconds.clock("splice", self.decoder.synchronize):
                 splice_into(self.decoder, cache, rows, start, kv)
+            if kv.rows is not None:
+                compressed.append((rows, kv.rows))
+        leave_out(cache, compressed)
         trace.context_tokens = cache.num_rows
         return cache
 
@@ -291,7 +313,7 @@ class Loom:
         if selector.fresh_layers and len(rows):
             with trace.seconds.clock("score", self.decoder.synchronize):
                 for layer, (keys, values) in enumerate(probe.fresh(selector.fresh_layers)):
-                    cache.write(layer, range(cache.num_rows), keys, values)
+                    cache.write_held(layer, keys, values)
         return prompt, cache, rows
 
     def context(
@@ -328,13 +350,11 @@ class Loom:
     ) -> AnswerStream:
         """The answer as an iterator of text pieces; its `answer` is complete when the iterator is.
 
-        `selector` is an instance, or a name with `options` as data. The context is prepared before this
-        returns.
+        The context is prepared before this returns. For the options see `AnswerOptions`.
         """
         chosen, wanted = as_selector_for(self.decoder, selector, options), Sampling.of(sampling)
-        prompt = self.prompt(question, documents)
+        prompt, trace = self.prompt(question, documents), Trace()
         self.check_length(prompt, wanted.max_new_tokens)
-        trace = Trace()
         cache, logits = self.prepare(
             prompt,
             chosen,
@@ -346,32 +366,12 @@ class Loom:
         return AnswerStream(self.decoder, self.tokenizer, cache, logits, wanted, trace)
 
     def answer(
-        self,
-        question: str,
-        documents: Sequence[Document | str],
-        *,
-        selector: Selector | str = "infoflow",
-        options: Mapping[str, Any] | None = None,
-        reorder: Reorder = False,
-        compressor: Compressor | str | None = None,
-        **sampling: Unpack[SamplingOptions],
+        self, question: str, documents: Sequence[Document | str], **options: Unpack[AnswerOptions]
     ) -> Answer:
         """The answer to the question over the documents, in the order given unless `reorder` asks for
         another.
-
-        `reorder=True` puts the documents that the question attends to most next to it; "chunks" does so with
-        the chunks of each document too, which breaks up their text. A `compressor` drops rows of the prompt
-        before the answer; over reused chunks it must be one that needs no signals of them, such as snapkv.
         """
-        return self.stream(
-            question,
-            documents,
-            selector=selector,
-            options=options,
-            reorder=reorder,
-            compressor=compressor,
-            **sampling,
-        ).finish()
+        return self.stream(question, documents, **options).finish()
 
     def generate(
         self,

@@ -65,9 +65,9 @@ class _ValueWeighted(_Power):
     float32.
     """
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, cache: SplicedCache, layer: int) -> None:
         super().__init__(1)
-        self.norms = values.float().norm(dim=-1)  # (H, T)
+        self.norms = cache.by_row(layer, cache.values(layer).float().norm(dim=-1))  # (H, T)
 
     def add(self, weights: Tensor) -> None:
         per_head = weights.sum(1).unflatten(0, (len(self.norms), -1))  # (H, G, T)
@@ -88,13 +88,13 @@ class _Maps:
         return torch.cat(self.blocks, 1).unflatten(0, (self.num_heads, -1))
 
 
-REDUCTIONS: dict[str, Callable[[Tensor], _Listener]] = {
-    "norm": lambda values: _Power(2),
-    "mass": lambda values: _Power(1),
-    "entropy": lambda values: _Entropy(),
+REDUCTIONS: dict[str, Callable[[SplicedCache, int], _Listener]] = {
+    "norm": lambda cache, layer: _Power(2),
+    "mass": lambda cache, layer: _Power(1),
+    "entropy": lambda cache, layer: _Entropy(),
     "values": _ValueWeighted,
 }
-"""How a layer's attention becomes a score per context token, given the layer's values (H, T, D).
+"""How a layer's attention becomes a score per context token, given the cache and the layer.
 
 "norm" is what the InfoFlow authors' code runs (head mean, then L2 over question tokens), "mass" the paper's
 Eq. 7 (a column sum), "entropy" and "values" the authors' other scores.
@@ -134,7 +134,9 @@ class Probe:
         self.positions = cache.positions
         self.spans = list(cache.spans)
         self.groups = [[index] for index in range(len(self.spans))] if groups is None else groups
-        self.exact = cache.exact  # (T,) bool: rows whose KV is already that of a full prefill
+        # (T,) bool: rows that recomputing would not change: their KV is already that of a full prefill, or a
+        # compressed chunk has left nothing of them.
+        self.exact = cache.exact | ~cache.is_held
         self.num_rows = cache.num_rows
         self.num_layers = decoder.num_layers
         self.cost = 0
@@ -197,6 +199,12 @@ class Probe:
         """
         fresh = self.fresh(layer + 1)[layer][of == "values"]
         stored = self.values(layer) if of == "values" else self.keys(layer)
+        if len(stored[0]) < self.num_rows:  # what was dropped does not count
+            rows = self._spliced.layers[layer].rows
+            assert rows is not None, "a layer that holds fewer rows knows which"
+            fresh = fresh.gather(1, rows[..., None].expand(-1, -1, fresh.shape[2]))
+            squares = (fresh.float() - stored.float()).square().sum(2)
+            return self._spliced.by_row(layer, squares).sum(0)
         return (fresh.float() - stored.float()).square().sum((0, 2))
 
     # --- the scoring pass
@@ -232,7 +240,7 @@ class Probe:
     def _listener(self, kind: str, cache: SplicedCache, layer: int) -> _Listener:
         if kind == "maps":
             return _Maps(self._decoder.kv_shapes[layer].num_heads)
-        return REDUCTIONS[kind](cache.values(layer))
+        return REDUCTIONS[kind](cache, layer)
 
     def _run_question(self, cache: SplicedCache, listeners: dict[int, list[_Listener]], query: str) -> None:
         """Runs the question up to the last scored token and layer; hears only the scored tokens' weights."""
@@ -241,12 +249,14 @@ class Probe:
         token_ids = self.question_ids[: scored.stop]
         positions = cache.next_position + torch.arange(len(token_ids))
         heard = dict.fromkeys(listeners, 0)
+        held = [layer.length for layer in cache.layers]
 
         def listen(layer: int, weights: Tensor) -> None:
             first = heard[layer]
             heard[layer] += weights.shape[1]
-            weights = weights[:, max(0, scored.start - first) :, : self.num_rows]
+            weights = weights[:, max(0, scored.start - first) :, : held[layer]]
             if weights.shape[1]:
+                weights = cache.by_row(layer, weights)[..., : self.num_rows]
                 for listener in listeners[layer]:
                     listener.add(weights)
 

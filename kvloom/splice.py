@@ -40,7 +40,26 @@ def splice_into(decoder: Decoder, cache: SplicedCache, rows: range, start: int, 
     delta = start - kv.start
     rotation = decoder.rotation(delta) if delta else None
     for layer in range(kv.num_layers):
-        cache.write(layer, rows, move(kv.keys[layer].to(cache.device), rotation), kv.values[layer])
+        keys = move(kv.keys[layer].to(cache.device), rotation)
+        if kv.rows is None:
+            cache.write(layer, rows, keys, kv.values[layer])
+        else:
+            places = rows.start + kv.rows[layer].to(cache.device, torch.int64)
+            cache.write_places(layer, places, keys, kv.values[layer].to(cache.device))
+
+
+def leave_out(cache: SplicedCache, compressed: Sequence[tuple[range, tuple[Tensor, ...]]]) -> None:
+    """Drops what compressed chunks do not hold: of a range of rows all but those given, L x (H, S), counted
+    from its start.
+    """
+    if not compressed:
+        return
+    for layer, buffers in enumerate(cache.layers):
+        is_held = torch.ones(buffers.keys.shape[1:3], dtype=torch.bool, device=cache.device)
+        for span, rows in compressed:
+            is_held[:, span.start : span.stop] = False
+            is_held.scatter_(1, span.start + rows[layer].to(cache.device, torch.int64), True)
+        cache.keep(layer, is_held.nonzero()[:, 1].view(len(is_held), -1))
 
 
 def move(keys: Tensor, rotation: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvloom.errors import PromptError
+from kvloom.errors import MethodError, PromptError
 from kvloom.profile import as_selector_for
 from kvloom.prompt import Document, Prompt, as_document
 from kvloom.retrieve import Retriever
@@ -88,6 +88,10 @@ def verify(
         raise PromptError("questions must be a list; put the one question into brackets")
     if not questions:
         raise PromptError("verify needs at least one question; give one with --question")
+    if loom.chunk_compressor is not None:
+        raise MethodError(
+            "verify compares with chunks that hold every row; make a Loom without chunk_compressor for it"
+        )
     judged = as_selector_for(loom.decoder, selector)
     methods = list(dict.fromkeys([NoRecompute(), *(InfoFlow(ratio=ratio) for ratio in ratios), judged]))
     documents = [as_document(document) for document in documents]

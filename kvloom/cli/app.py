@@ -14,6 +14,7 @@ from kvloom.cli import store as store_commands
 from kvloom.cli.failures import FAILURE, INTERRUPTED, UsageError, fail, fail_usage, failures
 from kvloom.cli.options import (
     AsJson,
+    ChunkCompressor,
     ChunkTokens,
     Device,
     DtypeOption,
@@ -95,6 +96,7 @@ def index(
     model: Model = None,
     store: StoreUrl = None,
     chunk_tokens: ChunkTokens = 1024,
+    chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
     device: Device = None,
     json: AsJson = False,
@@ -105,8 +107,9 @@ def index(
     """
     name = session.need_model(model)
     store = store_url(store, shared=True)
+    compressor = session.build_compressor(chunk_compressor)
     documents, report = session.load_source(source)
-    loom = session.open_loom(name, store, chunk_tokens, dtype, device)
+    loom = session.open_loom(name, store, chunk_tokens, dtype, device, compressor)
     before = set(loom.store.keys())
     start = time.perf_counter()
     with Activity("indexing (tokens)") as activity:
@@ -150,8 +153,19 @@ def ask(
         list[str] | None,
         typer.Option("--stop", metavar="TEXT", help="End the answer before this text; repeatable."),
     ] = None,
+    compressor: Annotated[
+        str | None,
+        typer.Option(
+            "--compressor",
+            "-c",
+            metavar="NAME[:OPTION=VALUE,...]",
+            help="Drops rows of context and question before the answer, such as snapkv:keep=0.4.",
+            show_default=False,
+        ),
+    ] = None,
     store: StoreUrl = None,
     chunk_tokens: ChunkTokens = 1024,
+    chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
     device: Device = None,
     json: AsJson = False,
@@ -174,12 +188,15 @@ def ask(
         "stop": tuple(stop or ()),
     }
     session.check_sampling(sampling)
+    dropping, chunk_dropping = map(session.build_compressor, (compressor, chunk_compressor))
     documents, _ = session.load_source(source)
     picked = session.pick(documents, question, top)
-    loom = session.open_loom(name, store, chunk_tokens, dtype, device)
+    loom = session.open_loom(name, store, chunk_tokens, dtype, device, chunk_dropping)
     chosen = session.fit_selector(loom, selector, option)
     with Activity("reading the documents"):
-        stream = loom.stream(question, picked, selector=chosen, reorder=reorder, **sampling)
+        stream = loom.stream(
+            question, picked, selector=chosen, reorder=reorder, compressor=dropping, **sampling
+        )
     for piece in stream:
         if not json:
             typer.echo(piece, nl=False)
@@ -258,8 +275,8 @@ def verify(
 
 @app.command()
 def methods(json: AsJson = False) -> None:
-    """List the selectors, what they do, and their options."""
-    described = show.describe_methods()
+    """List the selectors and compressors, what they do, and their options."""
+    described = show.describe_methods() + show.describe_compressors()
     if json:
         echo_json(described)
     else:

@@ -79,6 +79,15 @@ MethodOptions = Annotated[
         show_default=False,
     ),
 ]
+ChunkCompressor = Annotated[
+    str | None,
+    typer.Option(
+        "--chunk-compressor",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="Stored chunks keep only what this compressor keeps of them; see kvloom methods.",
+        show_default=False,
+    ),
+]
 Top = Annotated[
     int, typer.Option("--top", min=1, metavar="N", help="With more documents than this, BM25 picks.")
 ]

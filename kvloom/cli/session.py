@@ -17,6 +17,7 @@ from kvloom.errors import MethodError, PromptError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvloom.compressors import Compressor
     from kvloom.documents import LoadReport
     from kvloom.loom import Loom
     from kvloom.prompt import Document
@@ -104,8 +105,22 @@ def pick(documents: Sequence[Document], question: str, top: int) -> list[Documen
     return [documents[place] for place in sorted(Retriever(documents).top(question, top))]
 
 
+def build_compressor(text: str | None) -> Compressor | None:
+    """The compressor of ``NAME`` or ``NAME:OPTION=VALUE,...``, for prompts and chunks."""
+    if text is None:
+        return None
+    with Activity("starting"):
+        from kvloom.eval.compressing import parse_rival
+    return parse_rival(text).compressor
+
+
 def open_loom(
-    model: str, store: str | None, chunk_tokens: int, dtype: str | None, device: str | None
+    model: str,
+    store: str | None,
+    chunk_tokens: int,
+    dtype: str | None,
+    device: str | None,
+    chunk_compressor: Compressor | None = None,
 ) -> Loom:
     """A Loom over the model and the store; what can be found wrong without loading the model comes first."""
     with Activity(f"loading {model}"):
@@ -116,7 +131,14 @@ def open_loom(
         format = PromptFormat(chunk_tokens=chunk_tokens)
         opened = open_store(store_url(store))
         check_device(device)
-        return Loom.from_pretrained(model, store=opened, dtype=dtype, device=device, prompt_format=format)
+        return Loom.from_pretrained(
+            model,
+            store=opened,
+            dtype=dtype,
+            device=device,
+            prompt_format=format,
+            chunk_compressor=chunk_compressor,
+        )
 
 
 def check_device(device: str | None) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvloom.trace import Answer, Trace
     from kvloom.verify import Report
 
-STAGES = ("load", "prefill", "splice", "score", "recompute", "first_token")
+STAGES = ("load", "prefill", "splice", "score", "recompute", "compress", "first_token")
 """The parts of the time to first token, in the order in which they happen."""
 
 
@@ -150,12 +150,36 @@ def describe_methods() -> list[dict[str, Any]]:
     """Every registered selector: name, what it does, and its options with types and defaults."""
     from kvloom.selectors import selectors
 
-    return [_describe(name, selectors[name]) for name in selectors]
+    return [{"kind": "selector", **_describe(name, selectors[name])} for name in selectors]
+
+
+def describe_compressors() -> list[dict[str, Any]]:
+    """Every registered compressor likewise, and when it can be used."""
+    from kvloom.compressors import compressors
+
+    return [
+        {
+            "kind": "compressor",
+            **_describe(name, compressors[name]),
+            "phases": sorted(compressors[name].phases, reverse=True),
+        }
+        for name in compressors
+    ]
+
+
+_MEANINGS = {
+    "selector": "Selectors, which rows of reused chunks are recomputed: -s NAME -o OPTION=VALUE",
+    "compressor": "Compressors, which rows of a cache stay: -c NAME:OPTION=VALUE,...",
+}
 
 
 def print_methods(described: Sequence[Mapping[str, Any]]) -> None:
-    """A paragraph for each method."""
+    """A paragraph for each method, by kind."""
+    kind = ""
     for method in described:
+        if method["kind"] != kind:
+            typer.echo(("\n" if kind else "") + _MEANINGS[method["kind"]] + "\n")
+            kind = method["kind"]
         typer.echo(f"{method['name']}: {method['description']}")
         for option in method["options"]:
             default = (
@@ -163,7 +187,7 @@ def print_methods(described: Sequence[Mapping[str, Any]]) -> None:
                 if option["required"]
                 else f"default {'none' if option['default'] is None else option['default']}"
             )
-            typer.echo(f"    -o {option['name']}=...  {option['type']}; {default}")
+            typer.echo(f"    {option['name']}=...  {option['type']}; {default}")
 
 
 def _describe(name: str, cls: type) -> dict[str, Any]:

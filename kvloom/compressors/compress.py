@@ -43,23 +43,25 @@ def compress(
     observer: Observer,
     *,
     protect: Sequence[range] = (),
+    num_apart: int = 0,
 ) -> Compression:
     """Drops all but the share `keep` of the tokens of a prompt, in every layer; keys keep their positions.
 
     The share is of all tokens the cache ever held, so that a second call, after more tokens, leaves the same
     share of the whole. Rows in `protect` stay, as do those the method itself protects; where these alone are
     more than the budget, the budget is what they take and one more, and the note says so. ``keep=1`` changes
-    no bit. Ties go to the earlier place.
+    no bit. Ties go to the earlier place. The first `num_apart` rows stay and are not counted: the share is of
+    the others.
     """
     probe = CacheProbe(cache, observer)
     num_rows = probe.num_rows
     stays = compressor.protected(probe)
-    for rows in protect:
+    for rows in (range(num_apart), *protect):
         if not 0 <= rows.start <= rows.stop <= num_rows:
             raise MethodError(f"protected rows {rows.start}..{rows.stop} lie outside the cache's {num_rows}")
         stays[rows.start : rows.stop] = True
     floor = min(num_rows, int(stays.sum()) + 1)
-    wanted = int(compressor.keep * num_rows + 1e-9)
+    wanted = num_apart + int(compressor.keep * (num_rows - num_apart) + 1e-9)
     budget = max(wanted, floor)
     note = ""
     if budget >= num_rows > wanted:

@@ -230,8 +230,9 @@ def is_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None
 
 
-def chunk_key(fingerprint: str, header_ids: Tensor, chunk_ids: Tensor) -> str:
-    """The key of a chunk's KV: SHA-256 over format version, fingerprint, header ids and chunk ids.
+def chunk_key(fingerprint: str, header_ids: Tensor, chunk_ids: Tensor, *, compressor: str = "") -> str:
+    """The key of a chunk's KV: SHA-256 over format version, fingerprint, header ids, chunk ids, and the
+    compressor if one dropped some of its rows.
 
     `header_ids` and `chunk_ids` are (T,) of any signed integer type; raises ``ValueError`` for others.
     """
@@ -240,6 +241,8 @@ def chunk_key(fingerprint: str, header_ids: Tensor, chunk_ids: Tensor) -> str:
         if ids.ndim != 1 or ids.dtype not in _INTEGERS:
             raise ValueError(f"{name} must be (T,) integers, got {tuple(ids.shape)} of {ids.dtype}")
         parts.append(ids.detach().cpu().numpy().astype("<i8").tobytes())
+    if compressor:
+        parts.append(compressor.encode())
     return hashlib.sha256(b"".join(fields(parts))).hexdigest()
 
 

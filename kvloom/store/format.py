@@ -31,6 +31,7 @@ MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 
 _DTYPES = {
     "I64": torch.int64,
+    "I32": torch.int32,
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -38,6 +39,7 @@ _DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = {"format", "version", "key", "fingerprint", "start", "num_layers", "checksum"}
+_INTEGERS = {"token_ids": "I64", "rows": "I32"}  # all other tensors hold floating point
 _DECIMAL = re.compile("0|[1-9][0-9]{0,17}")
 
 
@@ -65,7 +67,8 @@ def encode(key: str, kv: ChunkKV) -> list[bytes | memoryview]:
 
     The same key and chunk always give the same bytes. Raises ``StoreError`` for a dtype it cannot hold.
     """
-    tensors = dict(zip(_tensor_names(kv.num_layers), (kv.token_ids, *kv.keys, *kv.values), strict=True))
+    names = _tensor_names(kv.num_layers, has_rows=kv.rows is not None)
+    tensors = dict(zip(names, (kv.token_ids, *kv.keys, *kv.values, *(kv.rows or ())), strict=True))
     for name, tensor in tensors.items():
         if not _fits(name, _DTYPE_NAMES.get(tensor.dtype)):
             known = ", ".join(str(dtype) for dtype in _DTYPE_NAMES if dtype.is_floating_point)
@@ -87,6 +90,8 @@ def encode(key: str, kv: ChunkKV) -> list[bytes | memoryview]:
         "start": str(kv.start),
         "version": str(FORMAT_VERSION),
     }
+    if kv.compressor:
+        metadata["compressor"] = kv.compressor
     metadata["checksum"] = _checksum(metadata, [(extents[name], contents[name]) for name in tensors])
     header: dict[str, Any] = {"__metadata__": metadata}
     for name in file_order:
@@ -118,9 +123,19 @@ def decode(key: str, content: memoryview) -> ChunkKV:
     )
     _require(checksum == metadata["checksum"], "its checksum is not that of its contents")
     token_ids, *rest = (_tensor(content, extent) for extent in extents)
-    keys, values = tuple(rest[:num_layers]), tuple(rest[num_layers:])
+    keys, values, rows = (
+        tuple(rest[first : first + num_layers]) for first in (0, num_layers, 2 * num_layers)
+    )
     try:
-        return ChunkKV(token_ids, keys, values, fingerprint=metadata["fingerprint"], start=start)
+        return ChunkKV(
+            token_ids,
+            keys,
+            values,
+            fingerprint=metadata["fingerprint"],
+            start=start,
+            rows=rows or None,
+            compressor=metadata.get("compressor", ""),
+        )
     except ValueError as error:
         raise DamagedEntry(f"is damaged: {error}") from None
 
@@ -179,7 +194,7 @@ def _read_header(content: memoryview) -> tuple[dict[str, Any], int]:
     canonical = _compact_json(header)
     canonical += b" " * (-len(canonical) % ALIGNMENT)
     _require(text == canonical, "its header is not in the canonical form")
-    _require(set(metadata) == _METADATA, "its metadata are not the expected ones")
+    _require(set(metadata) - {"compressor"} == _METADATA, "its metadata are not the expected ones")
     _require(all(isinstance(v, str) for v in metadata.values()), "its metadata are not all text")
     return header, 8 + length
 
@@ -188,8 +203,12 @@ def _read_extents(header: dict[str, Any], num_layers: int, data_begin: int, file
     """Where each tensor lies, in canonical order; they cover ``data_begin .. file_end - 1`` exactly once."""
     # Counted before the names are built: a damaged number of layers must not ask for memory.
     num_tensors = len(header) - 1
-    _require(num_tensors == 2 * num_layers + 1, f"{num_layers} layers do not have {num_tensors} tensors")
-    names = _tensor_names(num_layers)
+    has_rows = num_layers > 0 and num_tensors == 3 * num_layers + 1
+    _require(
+        has_rows or num_tensors == 2 * num_layers + 1,
+        f"{num_layers} layers do not have {num_tensors} tensors",
+    )
+    names = _tensor_names(num_layers, has_rows=has_rows)
     _require(set(header) == {"__metadata__", *names}, "its tensors are not the expected ones")
     extents = [_read_extent(name, header[name], data_begin) for name in names]
     position = data_begin
@@ -227,13 +246,15 @@ def _checksum(metadata: Mapping[str, str], tensors: Sequence[tuple[_Extent, memo
     return f"xxh3_128:{digest.hexdigest()}"
 
 
-def _tensor_names(num_layers: int) -> list[str]:
-    """The names in canonical order."""
-    return ["token_ids", *(f"{kind}.{layer}" for kind in ("keys", "values") for layer in range(num_layers))]
+def _tensor_names(num_layers: int, *, has_rows: bool) -> list[str]:
+    """The names in canonical order; a chunk has rows where some were dropped."""
+    kinds = ("keys", "values", "rows") if has_rows else ("keys", "values")
+    return ["token_ids", *(f"{kind}.{layer}" for kind in kinds for layer in range(num_layers))]
 
 
 def _fits(name: str, dtype: str | None) -> bool:
-    return dtype in _DTYPES and (dtype == "I64") == (name == "token_ids")
+    wanted = _INTEGERS.get(name.partition(".")[0])
+    return dtype == wanted if wanted else dtype in _DTYPES and dtype not in _INTEGERS.values()
 
 
 def _tensor(content: memoryview, extent: _Extent) -> Tensor:

@@ -236,3 +236,22 @@ def test_a_damaged_entry_is_set_aside_and_computed_again(
     assert after.json["token_ids"] == before["token_ids"]
     assert kvloom.ok("store", "stats", "--json").json["quarantined"] == 1
     assert kvloom.ok("store", "verify").stdout == "4 entries read, 0 bad\n"
+
+
+def test_chunks_and_prompts_are_compressed(kvloom: Kvloom, tiny_model: Path, texts: Path) -> None:
+    half = ("--chunk-compressor", "knorm:keep=0.5")
+    whole = kvloom.ok("index", texts, "-m", tiny_model, "--json").json
+    small = kvloom.ok("index", texts, "-m", tiny_model, *half, "--json").json
+    assert small["new"] == 3, "entries of their own"
+    assert small["store_bytes"] - whole["store_bytes"] < 0.6 * whole["store_bytes"]
+    args = ("ask", "Who built the bridge?", texts, "-m", tiny_model, "--max-new-tokens", "3", "--json")
+    plain = kvloom.ok(*args).json["trace"]
+    halved = kvloom.ok(*args, *half).json["trace"]
+    assert halved["prefilled_tokens"] == 0
+    assert halved["kv_bytes"] < 0.75 * plain["kv_bytes"]
+    dropped = kvloom.ok(*args, "-c", "snapkv:keep=0.4,window=8").json["trace"]
+    (done,) = dropped["compressions"]
+    assert done["bytes_after"] < 0.5 * done["bytes_before"]
+    for wrong in ("knorm:keep=2", "knorn", "rpc"):
+        for option in ("-c", "--chunk-compressor"):
+            kvloom.refused(*args, option, wrong)

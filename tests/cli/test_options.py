@@ -16,13 +16,14 @@ MODEL = {"--model -m", "--store", "--chunk-tokens", "--dtype", "--device"}
 STORE = {"--store", "--json"}
 OPTIONS = {
     "": {"--version"},  # and everywhere -h, --help
-    "index": {"source", *MODEL, "--json"},
+    "index": {"source", *MODEL, "--json", "--chunk-compressor"},
     "ask": {
         "question",
         "source",
         *MODEL,
         *("--selector -s", "--option -o", "--reorder", "--top", "--json"),
         *("--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--stop"),
+        *("--compressor -c", "--chunk-compressor"),
     },
     "verify": {
         "source",

@@ -9,6 +9,7 @@ import pytest
 from command_line import copy_model
 
 from kvloom.cli.show import type_text
+from kvloom.compressors import compressors
 from kvloom.demo import is_right
 from kvloom.selectors import selectors
 
@@ -67,17 +68,22 @@ def test_verify_reads_questions_from_a_file(
         assert kvloom.ok("verify", texts, "-m", tiny_model, *args).json["questions"] == ["Who?", "When?"]
 
 
-def test_methods_lists_every_selector_with_its_options(kvloom: Kvloom) -> None:
-    listed = {method["name"]: method for method in kvloom.ok("methods", "--json").json}
+def test_methods_lists_every_method_with_its_options(kvloom: Kvloom) -> None:
+    found = kvloom.ok("methods", "--json").json
+    listed = {method["name"]: method for method in found if method["kind"] == "selector"}
     assert set(listed) == set(selectors)
     options = {option["name"]: option for option in listed["infoflow"]["options"]}
     assert options["ratio"] == {"name": "ratio", "type": "float", "required": False, "default": 0.15}
     assert options["query"]["type"] == "question or suffix"
     assert listed["full"]["options"] == []
+    droppers = {method["name"]: method for method in found if method["kind"] == "compressor"}
+    assert set(droppers) == set(compressors)
+    assert droppers["infokv"]["phases"] == ["prefill", "decode"]
+    assert droppers["snapkv"]["phases"] == ["prefill"]
     plain = kvloom.ok("methods").stdout
-    for method in listed.values():
+    for method in found:
         assert f"{method['name']}: {method['description']}\n" in plain
-    assert "    -o k=...  int or none; default none\n" in plain
+    assert "    k=...  int or none; default none\n" in plain
 
 
 def test_type_text() -> None:

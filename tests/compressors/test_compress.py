@@ -134,7 +134,7 @@ def test_names_instances_and_phases() -> None:
 def test_one_registration_per_file() -> None:
     folder = Path(kvloom.compressors.__file__).parent
     for file in folder.glob("*.py"):
-        expected = 0 if file.stem in ("__init__", "base", "compress", "decoding") else 1
+        expected = 0 if file.stem in ("__init__", "base", "chunks", "compress", "decoding") else 1
         assert file.read_text().count("@compressors.register(") == expected, file.name
 
 

@@ -36,6 +36,11 @@ def _assert_same(got: ChunkKV | None, expected: ChunkKV) -> None:
     assert got is not None
     assert (got.fingerprint, got.start) == (expected.fingerprint, expected.start)
     assert got.num_layers == expected.num_layers
+    assert got.compressor == expected.compressor
+    assert (got.rows is None) == (expected.rows is None)
+    for ours, theirs in zip(got.rows or (), expected.rows or (), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == torch.int32
     assert got.token_ids.dtype == torch.int64
     assert got.token_ids.tolist() == expected.token_ids.tolist()
     pairs = zip((*got.keys, *got.values), (*expected.keys, *expected.values), strict=True)

@@ -64,7 +64,8 @@ def checksum_by_the_document(content: bytes) -> str:
     for name in sorted(set(metadata) - {"checksum"}):
         parts += [name.encode(), metadata[name].encode()]
     layers = range(int(metadata["num_layers"]))
-    for name in ["token_ids", *(f"keys.{i}" for i in layers), *(f"values.{i}" for i in layers)]:
+    kinds = ("keys", "values", "rows") if "rows.0" in header else ("keys", "values")
+    for name in ["token_ids", *(f"{kind}.{i}" for kind in kinds for i in layers)]:
         entry = header[name]
         begin, end = entry["data_offsets"]
         shape = ",".join(map(str, entry["shape"]))
@@ -102,10 +103,40 @@ def chunks(draw):
     return ChunkKV(ids, keys, values, fingerprint=fingerprint, start=draw(st.integers(0, 10**9)))
 
 
+@st.composite
+def compressed_chunks(draw):
+    """Chunks of which a compressor dropped rows, in every layer and head others."""
+    tokens, layers, heads = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    held = [draw(st.integers(0, tokens)) for _ in range(layers)]
+    rows = tuple(
+        torch.stack([torch.randperm(tokens, generator=rng)[:n].sort().values for _ in range(heads)]).int()
+        for n in held
+    )
+    keys, values = (tuple(torch.randn(heads, n, 2, generator=rng).to(dtype) for n in held) for _ in range(2))
+    ids = torch.arange(tokens)
+    return ChunkKV(ids, keys, values, fingerprint="m", start=3, rows=rows, compressor="Knorm(keep=0.5)")
+
+
 @settings(max_examples=50, deadline=None)
-@given(chunks())
+@given(st.one_of(chunks(), compressed_chunks()))
 def test_round_trip_is_bit_exact(assert_same, kv):
-    assert_same(decode(KEY, buffer(file_of(kv))), kv)
+    content = file_of(kv)
+    assert_same(decode(KEY, buffer(content)), kv)
+    assert split(content)[0]["__metadata__"]["checksum"] == checksum_by_the_document(content)
+
+
+def test_rows_that_no_compressor_leaves_are_damage():
+    rows = (torch.tensor([[0, 2]], dtype=torch.int32),)
+    keys = (torch.zeros(1, 2, 1),)
+    content = file_of(ChunkKV(torch.arange(3), keys, keys, fingerprint="m", rows=rows, compressor="Knorm()"))
+    header, tensors = split(content)
+    begin, _ = header["rows.0"]["data_offsets"]
+    for wrong in ([2, 0], [0, 3], [1, 1], [-1, 2]):
+        changed = tensors[:begin] + struct.pack("<2i", *wrong) + tensors[begin + 8 :]
+        with pytest.raises(DamagedEntry, match="rows must ascend"):
+            decode(KEY, buffer(sealed(dict(header), changed)))
 
 
 @settings(max_examples=50, deadline=None)
