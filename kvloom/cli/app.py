@@ -9,7 +9,19 @@ import typer
 from typer.core import TyperGroup
 
 from kvloom import __version__
-from kvloom.cli import calibrate, compress, evaluate, falsify, fidelity, influence, session, show, view
+from kvloom.cli import (
+    calibrate,
+    compress,
+    evaluate,
+    falsify,
+    fidelity,
+    influence,
+    recall,
+    session,
+    show,
+    solve,
+    view,
+)
 from kvloom.cli import store as store_commands
 from kvloom.cli.failures import FAILURE, INTERRUPTED, UsageError, fail, fail_usage, failures
 from kvloom.cli.options import (
@@ -57,6 +69,8 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("compress")(compress.compress)
 app.command("fidelity")(fidelity.fidelity)
 app.command("influence")(influence.influence)
+app.command("recall")(recall.recall)
+app.command("solve")(solve.solve)
 
 
 def run(args: list[str] | None = None) -> NoReturn:

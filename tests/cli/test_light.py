@@ -35,6 +35,8 @@ COMMANDS = [
     "compress",
     "fidelity",
     "influence",
+    "recall",
+    "solve",
     "store",
     "store stats",
     "store list",

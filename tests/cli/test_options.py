@@ -50,7 +50,7 @@ OPTIONS = {
     },
     "compress": {
         *("file", "--model -m", "--compressor -c", "--option -o", "--plain", "--max-new-tokens"),
-        *("--decode-compressor -d", "--save", "--layers", "--dtype", "--device", "--json"),
+        *("--decode-compressor -d", "--save", "--steps", "--layers", "--dtype", "--device", "--json"),
     },
     "fidelity": {
         *("sets", "--out", "--model -m", "--compressor -c", "--keep", "--documents", "--prefix"),
@@ -63,6 +63,16 @@ OPTIONS = {
     "demo": {"--questions", "--json"},
     "store": set(),
     "store stats": STORE,
+    "recall": {
+        *("sets", "--out", "--model -m", "--compressor -c", "--keep", "--question -q", "--baseline"),
+        *("--limit", "--max-context", "--max-new-tokens", "--seed", "--data", "--dtype", "--device"),
+        "--json",
+    },
+    "solve": {
+        *("sets", "--out", "--model -m", "--decode-compressor -d", "--compressor -c", "--keep", "--every"),
+        *("--recent", "--max-new-tokens", "--baseline", "--limit", "--data", "--dtype", "--device"),
+        "--json",
+    },
     "store list": STORE,
     "store rm": {"keys", "--all", "--yes", *STORE},
     "store verify": STORE,
