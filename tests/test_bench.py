@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiny_models import loom_of
 
+import kvloom
 from kvloom.selectors import Full, NoRecompute
 
 if TYPE_CHECKING:
     import pytest
 
-STAGES = Path(__file__).parent.parent / "bench" / "stages.py"
+BENCH = Path(__file__).parent.parent / "bench"
+STAGES = BENCH / "stages.py"
 
 
 def test_stages_prints_a_row_per_method_of_the_length_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,3 +28,25 @@ def test_stages_prints_a_row_per_method_of_the_length_asked_for(capsys: pytest.C
     assert full[-1] == "1.00 |"
     assert 0 < float(none[-1].rstrip(" |")) < 1
     assert none[2] == "0"
+
+
+def test_a_killed_indexing_process_loses_nothing() -> None:
+    """Ten kills at random moments; the full two hundred are for the command line."""
+    environment = os.environ | {"PYTHONPATH": str(Path(kvloom.__path__[0]).parent)}
+    command = [sys.executable, str(BENCH / "store_kill.py"), "--rounds", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *counts = done.stdout.splitlines()
+    assert first.startswith("10 kills, ")
+    assert len(counts) == 6
+    assert all(line.endswith(": 0") for line in counts)
+
+
+def test_the_store_bench_measures_each_operation(tmp_path: Path) -> None:
+    bench: dict[str, Any] = runpy.run_path(str(BENCH / "store.py"))
+    rows = bench["many"](tmp_path / "many", 20)
+    assert len({operation for operation, _, _ in rows}) == len(rows) == 11
+    assert all(seconds > 0 and number > 0 for _, seconds, number in rows)
+    speeds = bench["bandwidth"](tmp_path / "one", 1, bench["torch"].float32)
+    assert set(speeds) == {"plain read", "store", "torch.load"}
+    assert all(speed > 1e6 for speed in speeds.values())

@@ -129,6 +129,7 @@ def index(
     with Activity("indexing (tokens)") as activity:
         try:
             keys = loom.index(documents, on_progress=activity.update)
+            loom.store.flush()
         except KeyboardInterrupt:
             fail(show.interrupted_index(activity.done, activity.total), INTERRUPTED)
     seconds = time.perf_counter() - start
@@ -182,6 +183,9 @@ def ask(
     chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
     device: Device = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say of each chunk whether the store had it, and why not.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Answer a question over documents, from stored KV.
@@ -219,6 +223,8 @@ def ask(
     else:
         typer.echo()
         remark(show.trace_line(stream.answer.trace, chosen.recipe))
+        if explain:
+            show.print_lookups(stream.answer.trace.lookups)
 
 
 @app.command()

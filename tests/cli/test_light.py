@@ -41,6 +41,12 @@ COMMANDS = [
     "store stats",
     "store list",
     "store rm",
+    "store add",
+    "store reindex",
+    "store show",
+    "store pin",
+    "store unpin",
+    "store rebuild",
     "store verify",
 ]
 

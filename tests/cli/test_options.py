@@ -23,7 +23,7 @@ OPTIONS = {
         *MODEL,
         *("--selector -s", "--option -o", "--reorder", "--top", "--json"),
         *("--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--stop"),
-        *("--compressor -c", "--chunk-compressor"),
+        *("--compressor -c", "--chunk-compressor", "--explain"),
     },
     "verify": {
         "source",
@@ -60,9 +60,6 @@ OPTIONS = {
         *("sets", "--out", "--model -m", "--remove -r", "--share", "--direct", "--singles", "--window"),
         *("--documents", "--prefix", "--continuation", "--seed", "--data", "--dtype", "--device", "--json"),
     },
-    "demo": {"--questions", "--json"},
-    "store": set(),
-    "store stats": STORE,
     "recall": {
         *("sets", "--out", "--model -m", "--compressor -c", "--keep", "--question -q", "--baseline"),
         *("--limit", "--max-context", "--max-new-tokens", "--seed", "--data", "--dtype", "--device"),
@@ -73,8 +70,17 @@ OPTIONS = {
         *("--recent", "--max-new-tokens", "--baseline", "--limit", "--data", "--dtype", "--device"),
         "--json",
     },
-    "store list": STORE,
+    "demo": {"--questions", "--json"},
+    "store": set(),
+    "store stats": STORE,
+    "store list": {"--documents", *STORE},
     "store rm": {"keys", "--all", "--yes", *STORE},
+    "store add": {"source", *MODEL, "--json"},
+    "store reindex": {"ids", *MODEL, "--json"},
+    "store show": {"name", *STORE},
+    "store pin": {"names", *STORE},
+    "store unpin": {"names", *STORE},
+    "store rebuild": STORE,
     "store verify": STORE,
 }
 
