@@ -43,7 +43,7 @@ LAYERS = [
         "turns",
         "verify",
     },
-    {"demo", "eval"},
+    {"bench", "demo", "eval"},
     {"cli", "__main__"},
 ]
 """Rooms from the ground up. A chunk source uses prefill and a store; methods see a probe and never the
@@ -103,6 +103,7 @@ def test_transformers_is_named_in_few_rooms_only() -> None:
         "tokenizer.py",
         "loom.py",
         "cli/output.py",
+        "bench/models.py",
     }
     attributes = ("self_attn", ".embed_tokens", "lm_head", "layer_idx", "past_key_values", "model.model")
     for path in FILES:

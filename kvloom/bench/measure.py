@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from kvloom.bench.rates import Rates
     from kvloom.hf import Decoder
     from kvloom.loom import Loom
 
@@ -98,7 +97,7 @@ def transformers_generate(decoder: Decoder, ids: torch.Tensor, num_new: int, **o
         attention_mask=torch.ones_like(ids)[None],
         max_new_tokens=num_new,
         do_sample=False,
-        eos_token_id=-1,
+        eos_token_id=decoder.vocab_size,  # which is no token, so nothing ends it early
         pad_token_id=0,
         **options,
     )
@@ -119,14 +118,19 @@ def disk_store() -> Iterator[str]:
         yield f"disk:{folder}"
 
 
-def fitting(lengths: Sequence[int], limit: int | None, num_new: int) -> tuple[list[int], list[dict[str, Any]]]:
+def fitting(
+    lengths: Sequence[int], limit: int | None, num_new: int
+) -> tuple[list[int], list[dict[str, Any]]]:
     """The lengths that fit the model with `num_new` tokens more, and what there is to say of the others.
 
     Raises ``MethodError`` when none does.
     """
     fit = [length for length in lengths if limit is None or length + num_new <= limit]
     skipped = [
-        {"length": length, "why": f"{length:,} tokens and {num_new} new ones do not fit, the model takes {limit:,}"}
+        {
+            "length": length,
+            "why": f"{length:,} tokens and {num_new} new ones do not fit, the model takes {limit:,}",
+        }
         for length in lengths
         if length not in fit
     ]
@@ -155,18 +159,15 @@ def account(name: str, loom: Loom, bench: str, **recipe: Any) -> dict[str, Any]:
     }
 
 
-def merged_rates(rates: Mapping[int, Rates]) -> dict[str, Any]:
-    """Rates by length, for JSON."""
-    return {str(length): each.as_dict() for length, each in rates.items()}
-
-
 def prepare_folder(folder: Path) -> None:
     """The folder exists and can be written to, or ``EvalError``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise EvalError(f"cannot write to the folder {str(folder)!r}: {error.strerror}; name another --out") from None
+        raise EvalError(
+            f"cannot write to the folder {str(folder)!r}: {error.strerror}; name another --out"
+        ) from None
 
 
 def write_json(folder: Path, found: Mapping[str, Any]) -> Path:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 RANDOM = "random:"
 
+STORE = "memory:64GiB"
+"""A store in memory that no bench fills."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {  # meta-llama/Llama-3.1-8B
         "model_type": "llama",

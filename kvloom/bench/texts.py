@@ -41,7 +41,9 @@ def prompt_of(loom: Loom, num_tokens: int, chunk_tokens: int) -> Prompt:
     room = num_tokens - len(prompt.header_ids) - len(prompt.question_ids)
     if room < 2:
         least = num_tokens - room + 2
-        raise MethodError(f"a prompt has at least {least} tokens here, got length {num_tokens}; give a longer one")
+        raise MethodError(
+            f"a prompt has at least {least} tokens here, got length {num_tokens}; give a longer one"
+        )
     kept = []
     for ids in prompt.chunk_ids:
         kept.append(ids[: room - sum(map(len, kept))])

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvloom import __version__
+from kvloom.cli import bench as bench_commands
 from kvloom.cli import (
     calibrate,
     compress,
@@ -61,6 +62,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.add_typer(store_commands.app, name="store")
+app.add_typer(bench_commands.app, name="bench")
 app.command("eval")(evaluate.evaluate)
 app.command("report")(evaluate.report)
 app.command("falsify")(falsify.falsify)
