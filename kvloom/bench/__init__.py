@@ -1,1 +1,1 @@
-"""Benches: seconds and bytes of what kvloom does, beside transformers' own way and the bound of the arithmetic."""
+"""Benches: seconds and bytes of what kvloom does, beside transformers and the bound of the arithmetic."""

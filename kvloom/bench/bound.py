@@ -8,8 +8,8 @@ times (key dim + value dim), c the kv heads times (key dim + value dim), V x d t
     head       2 V d                          FLOPs, for one row
     KV read    (max p + 1) c itemsize         bytes a layer, each once
     splice     2 T L c itemsize               bytes: the KV of T rows read once and written once
-    load       T L c itemsize                 bytes of chunks from a disk store, read once from page cache; from
-                                              memory nothing moves
+    load       T L c itemsize                 bytes of chunks from a disk store, read once from page cache;
+                                              from memory nothing moves
 
     seconds    linear / M(rows) + head / M(1) + max(attention / M(rows), KV read / R)
                bytes moved / C, bytes loaded / R
@@ -70,7 +70,7 @@ class Shapes:
             linear=tuple(sum(weight.numel() for weight in layer) for layer in weights),
             pair=tuple(num_heads * (shape.key_dim + shape.value_dim) for shape in decoder.kv_shapes),
             kv=tuple(shape.num_heads * (shape.key_dim + shape.value_dim) for shape in decoder.kv_shapes),
-            head=decoder.model.get_output_embeddings().weight.numel(),
+            head=decoder.model.get_output_embeddings().weight.numel(),  # type: ignore[union-attr] # Decoder checks
             itemsize=decoder.dtype.itemsize,
         )
 
@@ -103,8 +103,8 @@ def linear_weights(decoder: Decoder) -> list[list[Tensor]]:
         linear = [module.weight for module in layer.modules() if isinstance(module, nn.Linear)]
         if sum(p.ndim > 1 for p in layer.parameters()) != len(linear):
             raise MethodError(
-                f"{decoder.name} computes with more than linear maps (experts?), whose arithmetic the bound does "
-                "not count; bench a dense model"
+                f"{decoder.name} computes with more than linear maps (experts?), whose arithmetic the bound "
+                "does not count; bench a dense model"
             )
         found.append(linear)
     return found

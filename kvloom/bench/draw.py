@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-REST = "#7b8794"
+COLOURS: dict[str, str] = {**STAGE_COLOURS, "rest": "#7b8794"}
 
 
 def write_plot(folder: Path, found: Mapping[str, Any]) -> Path:
-    """Writes DIR/ttft.svg, a panel for each length: parts stacked, whiskers from the least to the most, a mark
-    at the bound; and returns its path.
+    """Writes DIR/ttft.svg, a panel for each length: parts stacked, whiskers from the least to the most, a
+    mark at the bound; and returns its path.
     """
     lengths = list(dict.fromkeys(line["length"] for line in found["results"]))
     panels = [[line for line in found["results"] if line["length"] == length] for length in lengths]
@@ -43,7 +43,7 @@ def _panel(axes: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
     lefts = [0.0] * len(lines)
     for part in (*PARTS, "rest"):
         widths = [max(0.0, line["parts"].get(part, {"seconds": 0.0})["seconds"]) for line in lines]
-        colour = STAGE_COLOURS.get(part, REST)
+        colour = COLOURS[part]
         axes.barh(range(len(lines)), widths, left=lefts, height=0.62, color=colour, label=part)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     for place, line in enumerate(lines):

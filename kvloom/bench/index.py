@@ -1,5 +1,5 @@
-"""Indexing: tokens a second of `Loom.index` into memory, beside transformers' forward of the same chunks one by
-one.
+"""Indexing: tokens a second of `Loom.index` into memory, beside transformers' forward of the same chunks one
+by one.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def in_turns(
     done, total = 0, (repeats + 1) * len(runs)
     for number in range(repeats + 1):
         found: dict[str, Found] = {}
-        for name in runs if number % 2 else reversed(runs):
+        for name in runs if number % 2 else reversed(list(runs)):
             found[name] = runs[name]()
             done += 1
             if on_progress is not None:

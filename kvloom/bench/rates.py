@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -98,11 +99,10 @@ class Rates:
         into = {shape[0]: torch.empty(rows, shape[0], **options) for shape in shapes}
         first, number = 0, 1
         self._products(0, 1, given, into)  # the first of a shape may choose its kernel
-        while True:
-            seconds = self._timed(lambda: self._products(first, number, given, into))
-            if seconds >= LEAST_S:
-                break
+        seconds = self._timed(partial(self._products, first, number, given, into))
+        while seconds < LEAST_S:
             first, number = first + number, 2 * number
+            seconds = self._timed(partial(self._products, first, number, given, into))
         layers = [self._weights[place % len(self._weights)] for place in range(first, first + number)]
         return 2 * rows * sum(weight.numel() for layer in layers for weight in layer) / seconds
 

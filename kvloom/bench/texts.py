@@ -27,7 +27,7 @@ def documents(loom: Loom, num_tokens: int, chunk_tokens: int) -> list[Document]:
     words = " ".join(passage.text for passage in corpus()[0]).split()
     tokens_per_word = len(loom.tokenizer.encode(" ".join(words))) / len(words)
     stream, found, total = cycle(words), [], 0
-    num_words = max(1, int(0.9 * chunk_tokens / tokens_per_word))
+    num_words = max(1, int(0.9 * min(chunk_tokens, num_tokens) / tokens_per_word))
     while total < num_tokens:
         text = f"Passage {len(found) + 1}. " + " ".join(islice(stream, num_words))
         found.append(Document(text))

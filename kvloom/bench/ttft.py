@@ -94,7 +94,7 @@ def takes_ratio(method: type[Selector]) -> bool:
 def ways(methods: Sequence[str], ratios: Sequence[float]) -> list[Way]:
     """Every line to measure. Raises ``MethodError`` for an unknown method or a ratio out of range."""
     for name in methods:
-        known = [TRANSFORMERS, *selectors]
+        known = {TRANSFORMERS: None} | dict.fromkeys(selectors)
         if name not in known:
             hint = did_you_mean(name, known)
             raise MethodError(f"unknown method {name!r}{hint}; there are: {', '.join(sorted(known))}")
