@@ -121,9 +121,10 @@ def run(
     repeats: int = 3,
     chunk_tokens: int = 512,
     on_progress: Callable[[int, int], None] | None = None,
+    on_length: Callable[[dict[str, Any]], Any] | None = None,
 ) -> dict[str, Any]:
     """Measures every way at every length that fits the model, as data for JSON; docs/benchmarks.md describes
-    it.
+    it. `on_length` gets what there is after each length.
     """
     every = ways(methods, ratios)
     fit, skipped = fitting(lengths, loom.decoder.max_length, 1)
@@ -150,6 +151,8 @@ def run(
             taken = _take(loom, over(loom, url), prompt, every, repeats, shapes, rates, progress)
         found["results"] += _lines(length, prompt, taken, shapes, rates)
         found["rates"][str(length)] = rates.as_dict()
+        if on_length is not None:
+            on_length(found)
     return found
 
 

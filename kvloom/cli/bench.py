@@ -83,6 +83,7 @@ def ttft(
     tokens, shares = read_lengths(lengths), read_ratios(ratios)
     with Activity("starting"):
         from kvloom.bench import ttft as bench
+        from kvloom.bench.measure import write_json
     bench.ways(read_names(methods), shares)  # what is wrong with them is found before a model is loaded
     check_folder(out, with_plot=True)
     loom = open_loom(name, chunk_tokens, dtype, device)
@@ -96,6 +97,7 @@ def ttft(
             repeats=repeats,
             chunk_tokens=chunk_tokens,
             on_progress=activity.update,
+            on_length=None if out is None else lambda so_far: write_json(out, so_far),
         )
     finish(found, out, json)
 

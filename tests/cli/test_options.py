@@ -14,6 +14,7 @@ from kvloom.cli.app import app
 
 MODEL = {"--model -m", "--store", "--chunk-tokens", "--dtype", "--device"}
 STORE = {"--store", "--json"}
+BENCH = {"--model -m", "--lengths", "--out", "--dtype", "--device", "--json"}
 OPTIONS = {
     "": {"--version"},  # and everywhere -h, --help
     "index": {"source", *MODEL, "--json", "--chunk-compressor"},
@@ -71,6 +72,11 @@ OPTIONS = {
         "--json",
     },
     "demo": {"--questions", "--json"},
+    "bench": set(),
+    "bench ttft": {"--ratios", "--methods", "--repeats", "--chunk-tokens", *BENCH},
+    "bench index": {"--repeats", "--chunk-tokens", *BENCH},
+    "bench decode": {"--steps", "--repeats", *BENCH},
+    "bench memory": {"--ratio", "--methods", "--chunk-tokens", *BENCH},
     "store": set(),
     "store stats": STORE,
     "store list": {"--documents", *STORE},
