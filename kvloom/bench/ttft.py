@@ -215,7 +215,7 @@ def _lines(
 ) -> list[dict[str, Any]]:
     """A line of results for each way."""
     full = next((runs for way, runs in taken.items() if way.name == "full"), None)
-    full_bound = forward(shapes, range(prompt.num_tokens)).seconds(rates)
+    whole = forward(shapes, range(prompt.num_tokens))
     lines = []
     for way, runs in taken.items():
         trace = runs[0].trace
@@ -242,7 +242,8 @@ def _lines(
                 "bound_s": bound_s,
                 "quotient": median(seconds) / bound_s,
                 "of_full": None if full is None else ratio(seconds, [run.seconds for run in full]),
-                "bound_of_full": bound_s / full_bound,
+                "bound_of_full": bound_s / whole.seconds(rates),
+                "flops_of_full": sum(work.flops for work in works.values()) / whole.flops,
                 "parts": parts,
                 "work": {part: work.as_dict() for part, work in works.items()},
                 "kv_bytes": shapes.kv_bytes(prompt.num_tokens),

@@ -34,6 +34,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.table import Table
 
     table = Table(*columns, box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
