@@ -36,8 +36,8 @@ class Machine:
 
 
 def counted(work: Callable[[], Any]) -> tuple[int, int]:
-    """FLOPs that torch counts: of linear maps, and of attention, dense; of the kernels but the plainest it counts
-    nothing on a CPU.
+    """FLOPs that torch counts: of linear maps, and of attention, dense; on a CPU it sees the plainest
+    kernel only.
     """
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         work()
