@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 BUSY_S = 1.0  # the longest that a statement waits for another process
 ASLEEP_S = 10.0  # after a failure the index is left alone that long, so that it costs a second only once
 TOUCHES = 64  # so many last uses are written at once
@@ -46,7 +46,7 @@ CREATE TRIGGER chunk_changed AFTER UPDATE OF num_bytes ON chunks BEGIN
 CREATE TABLE gone (key TEXT PRIMARY KEY, reason TEXT NOT NULL, detail TEXT NOT NULL, since REAL NOT NULL)
     WITHOUT ROWID;
 CREATE TABLE documents (id TEXT PRIMARY KEY, source TEXT NOT NULL, content_hash TEXT NOT NULL,
-    recorded REAL NOT NULL) WITHOUT ROWID;
+    recipe TEXT NOT NULL, num_tokens INTEGER NOT NULL, recorded REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE document_chunks (id TEXT NOT NULL, place INTEGER NOT NULL, key TEXT NOT NULL,
     PRIMARY KEY (id, place)) WITHOUT ROWID;
 CREATE INDEX document_chunks_by_key ON document_chunks (key);
@@ -238,7 +238,7 @@ class ChunkIndex:
         try:
             _use_wal(db)
             (version,) = db.execute("PRAGMA user_version").fetchone()
-            if version == 0:
+            if version < VERSION:
                 self._create(db)
             elif version > VERSION:
                 raise sqlite3.NotSupportedError(f"its version is {version}, beyond {VERSION}; update kvloom")
@@ -249,11 +249,16 @@ class ChunkIndex:
         return db
 
     def _create(self, db: sqlite3.Connection) -> None:
-        """The tables are there, made by us or by another process at the same moment."""
+        """The tables are there, made by us or by another process at the same moment, in place of earlier
+        ones.
+        """
         db.execute("BEGIN IMMEDIATE")
         with db:
-            if db.execute("PRAGMA user_version").fetchone() != (0,):
+            if db.execute("PRAGMA user_version").fetchone() == (VERSION,):
                 return
+            old = db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            for (name,) in old:  # of an earlier version; the files have it all but the reasons of misses
+                db.execute(f'DROP TABLE "{name}"')
             for statement in _statements(_SCHEMA):
                 db.execute(statement)
             if self._is_empty():
