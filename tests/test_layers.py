@@ -31,6 +31,7 @@ LAYERS = [
     {"probe", "cache_probe", "families"},
     {"selectors", "compressors"},
     {
+        "answer_options",
         "chunk_source",
         "conversation",
         "documents",

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvloom.answer_options import Reorder
     from kvloom.cache import SplicedCache
-    from kvloom.loom import Loom, Reorder
+    from kvloom.loom import Loom
     from kvloom.prompt import Prompt
 
 
