@@ -36,7 +36,9 @@ class IndexedDocument:
     id: str | None
     keys: tuple[str, ...]  # of its chunks, in order
     num_tokens: int
+    source: str = ""  # the path it was read from
     computed: tuple[str, ...] = ()  # chunks that were not in the store
+    computed_tokens: int = 0  # of these
     is_recorded: bool = False  # by its id; False: it has none, or the store keeps no documents
     before: StoredDocument | None = None  # what was recorded under the id
     change: Change = field(default_factory=Change)
@@ -99,6 +101,11 @@ class _Pending:
     num_tokens: int
     missing: list[str]  # keys that the store did not have, and no document before this one brings
 
+    @property
+    def num_missing(self) -> int:
+        """Tokens to compute."""
+        return sum(len(self.chunks[key]) for key in self.missing)
+
 
 class _Run:
     """One call of `index_documents`."""
@@ -118,7 +125,7 @@ class _Run:
             if unchanged is not None:
                 done[place] = unchanged
         pending = self._cut(done)
-        count = _Count(sum(len(each.chunks[key]) for each in pending for key in each.missing), on_progress)
+        count = _Count(sum(each.num_missing for each in pending), on_progress)
         for group in _groups(pending):
             missing = {key: each.chunks[key] for each in group for key in each.missing}
             self.loom.chunks.compute(self.header, missing, count.add)
@@ -141,6 +148,7 @@ class _Run:
             id=document.id,
             keys=known.keys,
             num_tokens=known.num_tokens,
+            source=known.source,
             is_recorded=True,
             before=known,
             change=Change(kept=tuple(dict.fromkeys(known.keys))),
@@ -168,18 +176,23 @@ class _Run:
     def _record(self, pending: _Pending) -> IndexedDocument:
         document, keys = self.documents[pending.place], tuple(pending.keys)
         found = IndexedDocument(
-            id=document.id, keys=keys, num_tokens=pending.num_tokens, computed=tuple(pending.missing)
+            id=document.id,
+            keys=keys,
+            num_tokens=pending.num_tokens,
+            source=self.source,
+            computed=tuple(pending.missing),
+            computed_tokens=pending.num_missing,
         )
         if self.stored is None or document.id is None:
             return found
         before = self.stored.get(document.id)
-        hash = content_hash(document.text, document.title)
-        # Who names no source may well index again what was read from a file.
-        is_same = before is not None and before.content_hash == hash and not self.source
+        hash, source = content_hash(document.text, document.title), self.source
+        if not source and before is not None and before.content_hash == hash:
+            source = before.source  # who names none may well index again what was read from a file
         change = self.stored.record(
             document.id,
             keys,
-            source=before.source if is_same and before is not None else self.source,
+            source=source,
             content_hash=hash,
             recipe=self.recipe,
             num_tokens=pending.num_tokens,
@@ -214,7 +227,7 @@ def _groups(pending: Sequence[_Pending]) -> Iterator[list[_Pending]]:
     num_tokens = 0
     for each in pending:
         group.append(each)
-        num_tokens += sum(len(each.chunks[key]) for key in each.missing)
+        num_tokens += each.num_missing
         if num_tokens >= GROUP_TOKENS or len(group) == GROUP_DOCUMENTS:
             yield group
             group, num_tokens = [], 0

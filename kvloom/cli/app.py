@@ -1,7 +1,6 @@
 """The commands, one function each."""
 
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -15,6 +14,7 @@ from kvloom.cli import (
     evaluate,
     falsify,
     fidelity,
+    indexing,
     influence,
     recall,
     session,
@@ -115,29 +115,18 @@ def index(
     device: Device = None,
     json: AsJson = False,
 ) -> None:
-    """Compute and store the KV of documents, once.
+    """Compute and store the KV of documents, once, under their ids.
 
-    What is stored already is not computed again, so an interrupted run continues where it stopped.
+    What is stored already is not computed again, so an interrupted run continues where it stopped, and a
+    document that has not changed since is not even read into the model.
     """
     name = session.need_model(model)
     store = store_url(store, shared=True)
     compressor = session.build_compressor(chunk_compressor)
     documents, report = session.load_source(source)
     loom = session.open_loom(name, store, chunk_tokens, dtype, device, compressor)
-    before = set(loom.store.keys())
-    start = time.perf_counter()
-    with Activity("indexing (tokens)") as activity:
-        try:
-            keys = loom.index(documents, on_progress=activity.update)
-            loom.store.flush()
-        except KeyboardInterrupt:
-            fail(show.interrupted_index(activity.done, activity.total), INTERRUPTED)
-    seconds = time.perf_counter() - start
-    summary = show.index_summary(loom, documents, report, keys, before, activity.done, seconds)
-    if json:
-        echo_json(summary)
-    else:
-        show.print_index(summary)
+    work = indexing.index(loom, {indexing.origin(source): documents})
+    indexing.echo_chunks(work, report, loom.store, json=json)
 
 
 @app.command()

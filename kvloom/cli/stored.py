@@ -1,20 +1,26 @@
 """``kvloom store add|reindex|show|pin|unpin|rebuild``: documents by name, and what is known of entries."""
 
 import time
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom.cli import session
-from kvloom.cli.options import AsJson, ChunkTokens, Device, DtypeOption, Model, Source, StoreUrl, store_url
+from kvloom.cli import indexing, session
+from kvloom.cli.options import (
+    AsJson,
+    ChunkCompressor,
+    ChunkTokens,
+    Device,
+    DtypeOption,
+    Model,
+    Source,
+    StoreUrl,
+    store_url,
+)
 from kvloom.cli.output import Activity, count, echo_json, remark, size
-from kvloom.errors import DocumentError, MethodError, StoreError
+from kvloom.errors import DocumentError, MethodError
 
 if TYPE_CHECKING:
-    from kvloom.indexing import IndexedDocument
-    from kvloom.loom import Loom
     from kvloom.prompt import Document
     from kvloom.store import Store
     from kvloom.store.documents import StoredDocument
@@ -34,6 +40,7 @@ def add(
     model: Model = None,
     store: StoreUrl = None,
     chunk_tokens: ChunkTokens = 1024,
+    chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
     device: Device = None,
     json: AsJson = False,
@@ -44,11 +51,11 @@ def add(
     """
     name = session.need_model(model)
     url = store_url(store, shared=True)
+    compressor = session.build_compressor(chunk_compressor)
     documents, _ = session.load_source(source)
     _ = open_shared(url).documents  # a store that keeps none says so before the model is loaded
-    loom = session.open_loom(name, url, chunk_tokens, dtype, device)
-    place = "" if source == "-" else str(Path(source).absolute())
-    _report(_indexed(loom, {place: documents}), json)
+    loom = session.open_loom(name, url, chunk_tokens, dtype, device, compressor)
+    indexing.echo_documents(indexing.index(loom, {indexing.origin(source): documents}), json=json)
 
 
 def reindex(
@@ -58,6 +65,7 @@ def reindex(
     model: Model = None,
     store: StoreUrl = None,
     chunk_tokens: ChunkTokens = 1024,
+    chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
     device: Device = None,
     json: AsJson = False,
@@ -68,10 +76,11 @@ def reindex(
     """
     name = session.need_model(model)
     url = store_url(store, shared=True)
+    compressor = session.build_compressor(chunk_compressor)
     recorded = _documents(open_shared(url), ids)
     wanted = _sources(recorded, is_named=bool(ids))
-    loom = session.open_loom(name, url, chunk_tokens, dtype, device)
-    _report(_indexed(loom, wanted), json)
+    loom = session.open_loom(name, url, chunk_tokens, dtype, device, compressor)
+    indexing.echo_documents(indexing.index(loom, wanted), json=json)
 
 
 def show(
@@ -137,20 +146,18 @@ def open_shared(url: str | None) -> "Store":
 
 def find_document(store: "Store", name: str) -> "StoredDocument | None":
     """The document of that id, if the store keeps documents and has it."""
-    try:
-        documents = store.documents
-    except StoreError:
-        return None
-    return documents.get(name)
+    from kvloom.store.documents import documents_of
+
+    documents = documents_of(store)
+    return None if documents is None else documents.get(name)
 
 
 def all_documents(store: "Store") -> "list[StoredDocument]":
     """Those of a store that keeps documents; of another, none."""
-    try:
-        documents = store.documents
-    except StoreError:
-        return []
-    return documents.all()
+    from kvloom.store.documents import documents_of
+
+    documents = documents_of(store)
+    return [] if documents is None else documents.all()
 
 
 def only_key(prefix: str, keys: list[str]) -> str:
@@ -198,46 +205,6 @@ def _sources(recorded: "list[StoredDocument]", *, is_named: bool) -> "dict[str, 
             if id not in now:
                 remark(f"left as it is: {id} is not in {source} any more; kvloom store rm removes it")
     return wanted
-
-
-def _indexed(loom: "Loom", wanted: "dict[str, list[Document]]") -> "list[IndexedDocument]":
-    from kvloom.indexing import index_documents
-
-    total, indexed = sum(map(len, wanted.values())), []
-    with Activity("indexing (documents)") as activity:
-        for source, documents in wanted.items():
-            before = len(indexed)
-            indexed += index_documents(
-                loom,
-                documents,
-                source=source,
-                on_progress=lambda done, _, before=before: activity.update(before + done, total),
-            )
-    loom.store.flush()
-    return indexed
-
-
-def _report(indexed: "list[IndexedDocument]", json: bool) -> None:
-    if json:
-        rows = [
-            {
-                "id": document.id,
-                "is_new": document.is_new,
-                "keys": list(document.keys),
-                **{name: list(keys) for name, keys in asdict(document.change).items() if name != "missing"},
-            }
-            for document in indexed
-        ]
-        echo_json({"documents": rows})
-        return
-    new = sum(document.is_new for document in indexed)
-    changed = sum(bool(document.change.new or document.change.freed) for document in indexed) - new
-    chunks = len({key for document in indexed for key in document.change.new})
-    freed = sum(len(document.change.freed) for document in indexed)
-    typer.echo(
-        f"{count(len(indexed), 'document')}: {new:,} new, {max(changed, 0):,} changed; "
-        f"{count(chunks, 'chunk')} new, {freed:,} freed"
-    )
 
 
 def _document(store: "Store", document: "StoredDocument") -> dict[str, Any]:

@@ -79,6 +79,11 @@ def check_id(id: str) -> None:
         raise DocumentError(f"document id {id!r} is not a line of text; give it one")
 
 
+def as_id(text: str) -> str:
+    """The text with what no id may hold written as escapes, such as ``\\n``."""
+    return _NOT_A_LINE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def documents_of(store: Store) -> Documents | None:
     """The store's documents; None for a store that keeps none."""
     try:

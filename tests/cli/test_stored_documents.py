@@ -86,7 +86,7 @@ def test_adding_again_computes_nothing(kvloom: Kvloom, tiny_model: Path, folder:
     assert [(document["new"], document["freed"]) for document in again] == [([], []), ([], [])]
     assert {path: path.stat().st_mtime_ns for path in entries(kvloom.store)} == before
     done = kvloom.ok("store", "add", folder, "-m", tiny_model, "--chunk-tokens", "64")
-    assert done.stdout == "2 documents: 0 new, 0 changed; 0 chunks new, 0 freed\n"
+    assert done.stdout == "2 documents: 0 new, 0 replaced, 2 unchanged; 0 chunks new, 0 freed\n"
 
 
 def test_reindex_reads_the_sources_again(kvloom: Kvloom, tiny_model: Path, folder: Path) -> None:
