@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,12 @@ from filelock import Timeout
 from kvloom.errors import DocumentError, StoreError
 from kvloom.store import document_rows
 from kvloom.store.base import Store, check_key, is_key
-from kvloom.store.eviction import exclusive
+from kvloom.store.eviction import POLL_S, exclusive
 from kvloom.store.files import cause, listing, write_file
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "documents"
 FORMAT = "kvloom-document"
 VERSION = 2
+PATIENCE_S = 60.0  # for the folder's lock, which other processes may take for document after document
 _FIELDS = {"id", "keys", "source", "content_hash", "recipe", "num_tokens", "recorded"}
 _NOT_A_LINE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -281,7 +283,7 @@ class FolderDocuments(Documents):
             self._home.index.run(lambda db: (document_rows.delete(db, id), self._mark(db)))
 
     def _alone(self) -> AbstractContextManager[Any]:
-        return _Alone(self._home)
+        return _alone(self._home)
 
     def _file(self, id: str) -> Path:
         name = hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()
@@ -345,25 +347,20 @@ class FolderDocuments(Documents):
         return False
 
 
-class _Alone:
-    """The folder's lock, whose failures are sentences."""
-
-    def __init__(self, home: DiskStore) -> None:
-        self._lock = exclusive(home)
-        self._where = home.path
-
-    def __enter__(self) -> None:
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise StoreError(
-                f"{self._where} is kept by another process that changes it; end it or try again"
-            ) from None
-        except OSError as error:
-            raise StoreError(f"cannot write to {self._where}: {cause(error)}; make it writable") from error
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+@contextmanager
+def _alone(home: DiskStore) -> Iterator[None]:
+    """Inside, the folder's lock is held; failures to get it are sentences."""
+    try:
+        lock = exclusive(home, PATIENCE_S)
+    except Timeout:
+        raise StoreError(
+            f"{home.path} is kept by another process that changes it; end it or try again"
+        ) from None
+    except OSError as error:
+        raise StoreError(f"cannot write to {home.path}: {cause(error)}; make it writable") from error
+    with lock:
+        yield
+    time.sleep(POLL_S)  # who records document after document lets others in
 
 
 def _checksum(fields: dict[str, Any]) -> str:

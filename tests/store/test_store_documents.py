@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from kvloom.errors import DocumentError, StoreError
 from kvloom.store import DiskStore, MemoryStore, Store, open_store
-from kvloom.store import eviction as eviction_module
+from kvloom.store import documents as documents_module
 from kvloom.store.documents import Change, content_hash
 
 
@@ -202,7 +202,7 @@ def test_documents_are_private_files_with_ids_that_cannot_leave_the_folder(disk)
 
 def test_failures_are_sentences(disk, fill, monkeypatch):
     keys = fill(disk, 1)
-    monkeypatch.setattr(eviction_module, "LOCK_S", 0.1)
+    monkeypatch.setattr(documents_module, "PATIENCE_S", 0.1)
     with FileLock(disk.path / "store.lock"), pytest.raises(StoreError, match="is kept by another process"):
         disk.documents.record("a", keys)
     (disk.path / "documents").write_bytes(b"")
