@@ -40,6 +40,7 @@ LAYERS = [
         "loom",
         "profile",
         "prompt",
+        "ray_indexing",
         "retrieve",
         "turns",
         "verify",

@@ -20,6 +20,7 @@ from kvloom.cli import (
     session,
     show,
     solve,
+    stored,
     view,
 )
 from kvloom.cli import store as store_commands
@@ -42,6 +43,7 @@ from kvloom.cli.options import (
     store_url,
 )
 from kvloom.cli.output import Activity, count, echo_json, remark
+from kvloom.errors import MethodError
 
 
 class _Commands(TyperGroup):
@@ -113,20 +115,50 @@ def index(
     chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
     device: Device = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Share the work among a Ray cluster's devices: its address, auto, or local.",
+            show_default=False,
+        ),
+    ] = None,
+    ray_workers: Annotated[
+        int | None,
+        typer.Option(
+            "--ray-workers",
+            min=1,
+            metavar="N",
+            help="Workers with a model each; by default one for each GPU, or one.",
+            show_default=False,
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Compute and store the KV of documents, once, under their ids.
 
     What is stored already is not computed again, so an interrupted run continues where it stopped, and a
-    document that has not changed since is not even read into the model.
+    document that has not changed since costs a look at its file. With --ray, the exit code is 1 when a
+    document could not be indexed.
     """
     name = session.need_model(model)
     store = store_url(store, shared=True)
     compressor = session.build_compressor(chunk_compressor)
+    if ray is None and ray_workers is not None:
+        raise MethodError("--ray-workers is for a Ray cluster; name it with --ray ADDRESS, or --ray local")
     documents, report = session.load_source(source)
-    loom = session.open_loom(name, store, chunk_tokens, dtype, device, compressor)
-    work = indexing.index(loom, {indexing.origin(source): documents})
-    indexing.echo_chunks(work, report, loom.store, json=json)
+    origin = indexing.origin(source)
+    if ray is None:
+        loom = session.open_loom(name, store, chunk_tokens, dtype, device, compressor)
+        work = indexing.index(loom, {origin: documents})
+    else:
+        cluster = {"address": ray, "workers": ray_workers}
+        made_by = {"dtype": dtype, "device": device, "chunk_compressor": compressor}
+        work = indexing.index_with_ray(name, documents, store, origin, chunk_tokens, cluster | made_by)
+    indexing.echo_chunks(work, report, stored.open_shared(store), json=json)
+    if work.failed:
+        raise typer.Exit(FAILURE)
 
 
 @app.command()

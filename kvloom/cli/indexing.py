@@ -59,6 +59,40 @@ def index(loom: Loom, sources: Mapping[str, Sequence[Document]]) -> Work:
     return work
 
 
+def index_with_ray(
+    model: str,
+    documents: Sequence[Document],
+    store: str,
+    source: str,
+    chunk_tokens: int,
+    options: Mapping[str, Any],
+) -> Work:
+    """The same by the workers of a Ray cluster; for `options` see `kvloom.ray_indexing`."""
+    with Activity("starting"):
+        from kvloom import ray_indexing
+        from kvloom.prompt import PromptFormat
+        from kvloom.store import open_store
+
+    start = time.perf_counter()
+    with Activity("indexing (documents)") as activity:
+        try:
+            report = ray_indexing.index_with_ray(
+                model,
+                documents,
+                store=store,
+                source=source,
+                prompt_format=PromptFormat(chunk_tokens=chunk_tokens),
+                on_progress=activity.update,
+                **options,
+            )
+        except KeyboardInterrupt:
+            indexed = f"{activity.done:,} of {count(len(documents), 'document')} are indexed"
+            fail(f"interrupted: {indexed}; run the same command again to continue", INTERRUPTED)
+    work = Work(report.indexed, [asdict(failure) for failure in report.failed], time.perf_counter() - start)
+    _remark_on(work, open_store(store))
+    return work
+
+
 def _interrupted(done: int, total: int) -> str:
     stored = (
         f"{done:,} of {count(total, 'token')} to compute are stored" if total else "nothing was computed yet"

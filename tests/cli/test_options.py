@@ -16,7 +16,7 @@ MODEL = {"--model -m", "--store", "--chunk-tokens", "--dtype", "--device"}
 STORE = {"--store", "--json"}
 OPTIONS = {
     "": {"--version"},  # and everywhere -h, --help
-    "index": {"source", *MODEL, "--json", "--chunk-compressor"},
+    "index": {"source", *MODEL, "--json", "--chunk-compressor", "--ray", "--ray-workers"},
     "ask": {
         "question",
         "source",

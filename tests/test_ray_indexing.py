@@ -1,0 +1,182 @@
+"""Indexing by a local Ray cluster of two workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tiny_folder import save_tiny_model
+
+from kvloom import ray_indexing
+from kvloom.errors import ClusterError, DocumentError, MethodError, ModelError
+from kvloom.indexing import index_documents
+from kvloom.loom import Loom
+from kvloom.prompt import Document, PromptFormat
+from kvloom.ray_indexing import TRIES, groups, index_with_ray, shared_url
+from kvloom.store import DiskStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+DOCUMENTS = [
+    Document(f"Barge {number} carried {number * 7} tons of stone up the river.", id=f"d{number}")
+    for number in range(16)
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A cluster of this machine with two processors, which the calls below use as it is."""
+    with ray_indexing._connected(ray_indexing._import_ray(), "local", 2):
+        yield
+    assert not ray.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("??/*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_two_workers_store_what_one_process_would(model: Path, tmp_path: Path) -> None:
+    progress: list[tuple[int, int]] = []
+    report = index_with_ray(
+        str(model),
+        DOCUMENTS,
+        store=f"disk:{tmp_path}/ray",
+        workers=2,
+        source="barges.jsonl",
+        on_progress=lambda *done: progress.append(done),
+    )
+    assert (report.failed, report.workers, report.restarts) == ([], 2, 0)
+    assert (progress[0], progress[-1]) == ((0, 16), (16, 16))
+    loom = Loom.from_pretrained(str(model), store=f"disk:{tmp_path}/one")
+    alone = []
+    for group in groups(DOCUMENTS, 2):  # packed as the workers pack
+        alone += index_documents(loom, [DOCUMENTS[place] for place in group])
+    assert [found.keys for found in report.indexed] == [found.keys for found in alone]
+    assert files(tmp_path / "ray") == files(tmp_path / "one")
+    stored = DiskStore(tmp_path / "ray").documents.all()
+    assert {document.id for document in stored} == {document.id for document in DOCUMENTS}
+    assert {document.source for document in stored} == {"barges.jsonl"}
+
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "ray").glob("??/*")}
+    again = index_with_ray(str(model), DOCUMENTS, store=f"disk:{tmp_path}/ray", workers=1)
+    assert {found.status for found in again.indexed} == {"unchanged"}
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "ray").glob("??/*")} == before
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_killed_worker_is_replaced_and_nothing_is_lost(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    start_one = ray_indexing._Crew.start_one
+
+    def noted(crew: Any) -> tuple[Any, Any]:
+        started.append(start_one(crew))
+        return started[-1]
+
+    def kill(done: int, total: int) -> None:
+        if done and len(started) == 2:
+            os.kill(ray.get(started[0][1]), signal.SIGKILL)
+            while len(started) == 2 and _is_alive(started[0][0]):
+                pass
+
+    monkeypatch.setattr(ray_indexing._Crew, "start_one", noted)
+    report = index_with_ray(str(model), DOCUMENTS, store=f"disk:{tmp_path}", workers=2, on_progress=kill)
+    assert [found.id for found in report.indexed] == [document.id for document in DOCUMENTS]
+    assert (report.failed, report.restarts >= 1) == ([], True)
+    store = DiskStore(tmp_path)
+    assert len(store.documents.all()) == 16
+    assert store.verify() == []
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def _is_alive(actor: Any) -> bool:
+    try:
+        ray.get(actor.__ray_ready__.remote())
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("cluster")
+def test_documents_that_always_fail_are_reported_and_the_others_indexed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mortal(ray_indexing._Worker):
+        def index(self, documents: list[Document]) -> Any:
+            if any("poison" in document.text for document in documents):
+                os._exit(1)
+            return ray_indexing._Worker.index(self, documents)
+
+    monkeypatch.setattr(ray_indexing, "_Worker", Mortal)
+    documents = [
+        *DOCUMENTS[:6],
+        Document("poison", id="deadly"),
+        Document("word " * 3000),
+        *DOCUMENTS[6:9],
+    ]
+    report = index_with_ray(
+        str(model),
+        documents,
+        store=f"disk:{tmp_path}",
+        workers=1,
+        prompt_format=PromptFormat(chunk_tokens=4096),
+    )
+    assert [found.id for found in report.indexed] == [f"d{number}" for number in range(9)]
+    assert [(failure.id, failure.attempts) for failure in report.failed] == [
+        ("deadly", TRIES),
+        ("document 7", TRIES),
+    ]
+    assert report.failed[0].cause == "its worker died each time"
+    assert "model takes 2,048: give a smaller chunk_tokens" in report.failed[1].cause
+    assert report.restarts == TRIES
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_no_worker_can_do_is_one_sentence(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no config.json; it is not a transformers model"):
+        index_with_ray(str(tmp_path), DOCUMENTS, store=f"disk:{tmp_path}/kv")
+    with pytest.raises(ClusterError, match="cannot use the Ray cluster"):
+        ray.shutdown()
+        index_with_ray(str(model), DOCUMENTS, store=f"disk:{tmp_path}/kv", address="127.0.0.1:1")
+
+
+def test_wrong_use_is_refused_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in ("memory:", "memory:1GiB,memory:"):
+        with pytest.raises(MethodError, match="is in one process's memory; name one that workers share"):
+            index_with_ray("m", DOCUMENTS, store=url)
+    with pytest.raises(MethodError, match="workers must be at least 1, got 0"):
+        index_with_ray("m", DOCUMENTS, store=f"disk:{tmp_path}", workers=0)
+    with pytest.raises(DocumentError, match="two documents have the id 'a'; give each its own"):
+        index_with_ray("m", [Document("x", "a"), Document("y", "a")], store=f"disk:{tmp_path}")
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(ClusterError, match=r"Ray is not installed; run pip install 'kvloom\[ray\]'"):
+        index_with_ray("m", DOCUMENTS, store=f"disk:{tmp_path}")
+
+
+def test_workers_get_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shared_url("disk:kv?quota=1GiB") == f"disk:{tmp_path}/kv?quota=1GiB"
+    assert shared_url("memory:,disk:a%3Fb,redis://h:1/0") == f"memory:,disk:{tmp_path}/a%3Fb,redis://h:1/0"
+    with pytest.raises(MethodError, match="give its URL, not DiskStore"):
+        shared_url(DiskStore(tmp_path / "kv"))  # type: ignore[arg-type]
+
+
+def test_groups_are_small_and_hold_each_document_once() -> None:
+    assert list(groups(DOCUMENTS, 2)) == [[2 * place, 2 * place + 1] for place in range(8)]
+    long = [Document("x" * 20_000)] * 3 + [Document("y")]
+    assert list(groups(long, 1)) == [[0], [1], [2], [3]]
+    many = [Document("x" * 1000)] * 1000
+    assert {len(group) for group in groups(many, 1)} <= {32, 1000 % 32}
