@@ -23,7 +23,7 @@ from kvloom.prompt import Document, as_documents
 from kvloom.store import open_store
 from kvloom.store.base import stores
 from kvloom.store.disk import DiskStore
-from kvloom.store.files import cause
+from kvloom.store.files import cause as cause_of
 from kvloom.store.tiers import TieredStore
 from kvloom.store.url import split_tiers
 
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 TRIES = 3  # of a document, and of starting a worker
 GROUP_CHARS = 32_000  # of the documents handed out together: some forwards, and little to do again
 GROUP_DOCUMENTS = 64
+REACH_S = 10.0  # for the cluster's address to answer
 WAIT_S = 60.0  # without any answer, after which the log says what is waited for
 
 
@@ -188,6 +189,7 @@ def _connected(ray: Any, address: str, workers: int | None) -> Iterator[None]:
         yield
         return
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    _check_reachable(address)
     if address == "local":
         options |= {
             "num_cpus": max(workers or 1, os.cpu_count() or 1),
@@ -202,6 +204,17 @@ def _connected(ray: Any, address: str, workers: int | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raises ``ClusterError`` for a HOST:PORT where nobody listens, for which Ray itself waits minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdecimal()):
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(f"nobody answers at the Ray address {address!r}: {error}") from None
 
 
 @contextmanager
@@ -226,7 +239,7 @@ def _touch(mark: Path) -> None:
         mark.touch(mode=0o600)
     except OSError as error:
         raise StoreError(
-            f"cannot write to {mark.parent.parent}: {cause(error)}; make it writable or choose another store"
+            f"cannot write to {mark.parent.parent}: {cause_of(error)}; make it writable"
         ) from error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,7 +76,8 @@ def index_with_ray(
         from kvloom.store import open_store
 
     start = time.perf_counter()
-    with Activity("indexing (documents)") as activity:
+    # Ray prints on stdout what the cluster says of dead workers, which the report says too.
+    with Activity("indexing (documents)") as activity, contextlib.redirect_stdout(io.StringIO()):
         try:
             report = ray_indexing.index_with_ray(
                 model,
