@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tiny_folder import save_tiny_model
 
 from kvloom import ray_indexing
-from kvloom.errors import ClusterError, DocumentError, MethodError, ModelError
-from kvloom.indexing import index_documents
+from kvloom.errors import ClusterError, DocumentError, MethodError, ModelError, StoreError
+from kvloom.indexing import IndexedDocument, index_documents
 from kvloom.loom import Loom
 from kvloom.prompt import Document, PromptFormat
-from kvloom.ray_indexing import groups, index_with_ray, shared_url
+from kvloom.ray_indexing import TRIES, groups, index_with_ray, shared_url
 from kvloom.store import DiskStore
 
 if TYPE_CHECKING:
@@ -106,37 +107,54 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
 
 @pytest.mark.usefixtures("cluster")
 def test_documents_that_always_fail_are_reported_and_the_others_indexed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Mortal(ray_indexing._Worker):
+        """Without a model, which takes most of the time to start."""
+
+        def start(self, recipe: Any) -> int:
+            return os.getpid()
+
         def index(self, documents: list[Document]) -> Any:
-            if any("poison" in document.text for document in documents):
+            texts = [document.text for document in documents]
+            if "poison" in texts:
                 os._exit(1)
-            return ray_indexing._Worker.index(self, documents)
+            if "bug" in texts:
+                raise ZeroDivisionError("a bug")
+            failed = {place: "it is bad" for place, text in enumerate(texts) if text == "bad"}
+            found = {
+                place: IndexedDocument(id=document.id, keys=(), num_tokens=1)
+                for place, document in enumerate(documents)
+                if place not in failed
+            }
+            return found, failed
 
     monkeypatch.setattr(ray_indexing, "_Worker", Mortal)
-    monkeypatch.setattr(ray_indexing, "TRIES", 2)  # each costs the start of a worker
-    documents = [
-        *DOCUMENTS[:6],
-        Document("poison", id="deadly"),
-        Document("word " * 3000),
-        *DOCUMENTS[6:9],
-    ]
-    report = index_with_ray(
-        str(model),
-        documents,
-        store=f"disk:{tmp_path}",
-        workers=1,
-        prompt_format=PromptFormat(chunk_tokens=4096),
-    )
+    bad = [Document("poison", id="deadly"), Document("bad"), Document("bug", id="buggy")]
+    documents = [*DOCUMENTS[:6], *bad, *DOCUMENTS[6:9]]
+    report = index_with_ray("m", documents, store=f"disk:{tmp_path}", workers=1)
     assert [found.id for found in report.indexed] == [f"d{number}" for number in range(9)]
-    assert [(failure.id, failure.attempts) for failure in report.failed] == [
-        ("deadly", 2),
-        ("document 7", 2),
+    assert [(failure.id, failure.cause, failure.attempts) for failure in report.failed] == [
+        ("deadly", "its worker died each time", TRIES),
+        ("document 7", "it is bad", TRIES),
+        ("buggy", "ZeroDivisionError: a bug", TRIES),
     ]
-    assert report.failed[0].cause == "its worker died each time"
-    assert "model takes 2,048: give a smaller chunk_tokens" in report.failed[1].cause
-    assert report.restarts == 2
+    assert report.restarts == TRIES
+
+
+def test_a_worker_finds_the_document_that_fails(model: Path, tmp_path: Path) -> None:
+    options = {"prompt_format": PromptFormat(chunk_tokens=4096)}
+    recipe = ray_indexing._Recipe(model=str(model), store=f"disk:{tmp_path}", options=options, source="")
+    worker = ray_indexing._Worker()
+    assert worker.start(recipe) == os.getpid()
+    found, failed = worker.index([*DOCUMENTS[:2], Document("word " * 3000), DOCUMENTS[2]])
+    assert {place: document.id for place, document in found.items()} == {0: "d0", 1: "d1", 3: "d2"}
+    assert list(failed) == [2]
+    assert "model takes 2,048: give a smaller chunk_tokens" in failed[2]
+    with pytest.raises(
+        StoreError, match=r"does not see the store's folder .* of this machine; name one that"
+    ):
+        worker.start(replace(recipe, marks=[tmp_path / "00" / "no such file"]))
 
 
 @pytest.mark.usefixtures("cluster")
