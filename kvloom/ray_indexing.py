@@ -9,26 +9,18 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import uuid
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote
 
 from kvloom.errors import ClusterError, KVLoomError, MethodError, StoreError
 from kvloom.indexing import IndexedDocument, check_ids, index_documents
 from kvloom.prompt import Document, as_documents
-from kvloom.store import open_store
-from kvloom.store.base import stores
-from kvloom.store.disk import DiskStore
-from kvloom.store.files import cause as cause_of
-from kvloom.store.tiers import TieredStore
-from kvloom.store.url import split_tiers
+from kvloom.ray_cluster import connected, everywhere, import_ray, marked, sentence, shared_url, touch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from kvloom.compressors import Compressor
     from kvloom.prompt import PromptFormat
@@ -38,7 +30,6 @@ logger = logging.getLogger(__name__)
 TRIES = 3  # of a document, and of starting a worker
 GROUP_CHARS = 32_000  # of the documents handed out together: some forwards, and little to do again
 GROUP_DOCUMENTS = 64
-REACH_S = 10.0  # for the cluster's address to answer
 WAIT_S = 60.0  # without any answer, after which the log says what is waited for
 
 
@@ -96,7 +87,7 @@ class _Worker:
             failed: dict[int, str] = {}
         except Exception as error:
             if len(documents) == 1:
-                return {}, {0: _sentence(error)}
+                return {}, {0: sentence(error)}
             alone = [self.index([document]) for document in documents]
             found = {place: done[0] for place, (done, _) in enumerate(alone) if done}
             failed = {place: causes[0] for place, (_, causes) in enumerate(alone) if causes}
@@ -130,7 +121,7 @@ def index_with_ray(
     """
     given = as_documents(documents)
     check_ids(given)
-    ray = _import_ray()
+    ray = import_ray()
     if workers is not None and workers < 1:
         raise MethodError(f"workers must be at least 1, got {workers}")
     url = shared_url(store)
@@ -140,107 +131,13 @@ def index_with_ray(
         "prompt_format": prompt_format,
         "chunk_compressor": chunk_compressor,
     }
-    recipe = _Recipe(model=_everywhere(model), store=url, options=options, source=source)
-    with _connected(ray, address, workers), _marked(url) as marks:
+    recipe = _Recipe(model=everywhere(model), store=url, options=options, source=source)
+    with connected(ray, address, workers), marked(url) as marks:
         crew = _Crew(ray, replace(recipe, marks=marks), workers)
         try:
             return _Run(crew, given, on_progress).index()
         finally:
             crew.end()
-
-
-def shared_url(url: str) -> str:
-    """The store's URL with folders absolute; raises ``MethodError`` for a store that ends with a process."""
-    if not isinstance(url, str):
-        raise MethodError(f"workers open the store themselves: give its URL, not {type(url).__name__}")
-    parts = split_tiers(url.removeprefix("tiers:"), stores)
-    if all(part.partition(":")[0] == "memory" for part in parts):
-        raise MethodError(
-            f"store {url!r} is in one process's memory; name one that workers share, such as disk:PATH"
-        )
-    return ",".join(_absolute(part) if part.startswith("disk:") else part for part in parts)
-
-
-def _absolute(url: str) -> str:
-    place, mark, options = url.removeprefix("disk:").partition("?")
-    path = str(Path(unquote(place)).expanduser().absolute()) if place else ""
-    return f"disk:{quote(path, safe='/: ')}{mark}{options}"
-
-
-def _everywhere(model: str) -> str:
-    folder = Path(model).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else model
-
-
-def _import_ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unasked
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new behaviour, without its warning
-    try:
-        import ray
-    except ImportError:
-        raise ClusterError("Ray is not installed; run pip install 'kvloom[ray]'") from None
-    return ray
-
-
-@contextmanager
-def _connected(ray: Any, address: str, workers: int | None) -> Iterator[None]:
-    """Inside, the process is connected to the cluster."""
-    if ray.is_initialized():
-        yield
-        return
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    _check_reachable(address)
-    if address == "local":
-        options |= {
-            "num_cpus": max(workers or 1, os.cpu_count() or 1),
-            "include_dashboard": False,
-            "object_store_memory": 256 * 2**20,  # documents pass through it, never KV
-        }
-    try:
-        ray.init(address=address, **options)
-    except Exception as error:  # Ray raises nearly every type there is
-        raise ClusterError(f"cannot use the Ray cluster {address!r}: {_sentence(error)}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _check_reachable(address: str) -> None:
-    """Raises ``ClusterError`` for a HOST:PORT where nobody listens, for which Ray itself waits minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not (host and port.isdecimal()):
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=REACH_S).close()
-    except (OSError, OverflowError) as error:
-        raise ClusterError(f"nobody answers at the Ray address {address!r}: {error}") from None
-
-
-@contextmanager
-def _marked(url: str) -> Iterator[list[Path]]:
-    """Inside, each folder of the store holds a file by which a worker knows that it is this one. The sweep
-    takes it if this process is killed.
-    """
-    opened = open_store(url)
-    parts = opened.parts if isinstance(opened, TieredStore) else [opened]
-    name = f"{'0' * 64}.{os.getpid()}.{uuid.uuid4().hex}.tmp"
-    marks = [part.path / "00" / name for part in parts if isinstance(part, DiskStore)]
-    try:
-        yield marks
-    finally:
-        for mark in marks:
-            mark.unlink(missing_ok=True)
-
-
-def _touch(mark: Path) -> None:
-    try:
-        mark.parent.mkdir(mode=0o700, exist_ok=True)
-        mark.touch(mode=0o600)
-    except OSError as error:
-        raise StoreError(
-            f"cannot write to {mark.parent.parent}: {cause_of(error)}; make it writable"
-        ) from error
 
 
 class _Crew:
@@ -273,7 +170,7 @@ class _Crew:
     def start_one(self) -> tuple[Any, Any]:
         """A new actor, and what it will answer once its model is loaded."""
         for mark in self.recipe.marks:
-            _touch(mark)
+            touch(mark)
         actor = self.ray.remote(_Worker).options(max_restarts=0, **self.needs).remote()
         self.actors.append(actor)
         return actor, actor.start.remote(self.recipe)
@@ -354,7 +251,7 @@ class _Run:
         except self.crew.ray.exceptions.RayTaskError as error:
             if not task.places:  # it will be the same with every worker
                 raise _own(error) from error
-            self._failed(dict.fromkeys(task.places, _sentence(error)))
+            self._failed(dict.fromkeys(task.places, sentence(error)))
             self.idle.append(task.actor)
         except self.crew.ray.exceptions.RayError as error:
             self._died(task, error)
@@ -374,11 +271,11 @@ class _Run:
                 self.queue.append([place])
 
     def _died(self, task: _Task, error: Exception) -> None:
-        logger.warning("a Ray worker died and is started anew: %s", _sentence(error))
+        logger.warning("a Ray worker died and is started anew: %s", sentence(error))
         self._failed(dict.fromkeys(task.places, "its worker died each time"))
         if task.start >= TRIES:
             if not self.running and not self.idle:
-                raise ClusterError(f"no Ray worker stays alive: {_sentence(error)}") from error
+                raise ClusterError(f"no Ray worker stays alive: {sentence(error)}") from error
             return
         self.crew.restarts += 1
         self._start(task.start + 1)
@@ -406,13 +303,5 @@ def _own(error: Any) -> KVLoomError:
     return (
         origin
         if isinstance(origin, KVLoomError)
-        else ClusterError(f"a Ray worker cannot start: {_sentence(error)}")
+        else ClusterError(f"a Ray worker cannot start: {sentence(error)}")
     )
-
-
-def _sentence(error: Any) -> str:
-    """One line of what happened."""
-    origin = getattr(error, "cause", None) or error
-    text = " ".join(str(origin).partition("\n")[0].split()) or "no reason given"
-    named = text if isinstance(origin, KVLoomError) else f"{type(origin).__name__}: {text}"
-    return named if len(named) <= 300 else f"{named[:299]}…"

@@ -40,6 +40,7 @@ LAYERS = [
         "loom",
         "profile",
         "prompt",
+        "ray_cluster",
         "ray_indexing",
         "retrieve",
         "turns",

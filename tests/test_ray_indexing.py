@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tiny_folder import save_tiny_model
 
-from kvloom import ray_indexing
+from kvloom import ray_cluster, ray_indexing
 from kvloom.errors import ClusterError, DocumentError, MethodError, ModelError, StoreError
 from kvloom.indexing import IndexedDocument, index_documents
 from kvloom.loom import Loom
 from kvloom.prompt import Document, PromptFormat
-from kvloom.ray_indexing import TRIES, groups, index_with_ray, shared_url
+from kvloom.ray_cluster import shared_url
+from kvloom.ray_indexing import TRIES, groups, index_with_ray
 from kvloom.store import DiskStore
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ DOCUMENTS = [
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A cluster of this machine with two processors, which the calls below use as it is."""
-    with ray_indexing._connected(ray_indexing._import_ray(), "local", 2):
+    with ray_cluster.connected(ray_cluster.import_ray(), "local", 2):
         yield
     assert not ray.is_initialized()
 
