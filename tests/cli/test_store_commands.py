@@ -53,7 +53,7 @@ def test_stats_list_and_rm(kvloom: Kvloom, tiny_model: Path, texts: Path) -> Non
         "documents": [],
     }
     assert kvloom.ok("store", "stats", "--json").json["entries"] == 3
-    assert kvloom.ok("store", "rm", "--all", "--yes").stdout == "3 entries removed\n"
+    assert kvloom.ok("store", "rm", "--all", "--yes").stdout == "3 documents and 3 entries removed\n"
     assert entries(kvloom.store) == []
 
 
