@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1  # of keys and chunk files; see docs/format.md
+FORMAT_VERSION = 1  # of keys, and of files that neither codec nor cipher made; see docs/format.md
 
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8}
 _KEY = re.compile("[0-9a-f]{64}")
@@ -70,6 +70,8 @@ class EntryHead:
     num_bytes: int
     fingerprint: str
     start: int
+    codec: str = "raw"  # how keys and values are written
+    is_encrypted: bool = False
 
 
 class Store(ABC):
@@ -79,6 +81,7 @@ class Store(ABC):
     """
 
     name: str  # set by `stores.register`
+    namespace: str = ""  # the tenant whose chunks it holds; `kvloom.store.namespace`
 
     def __init__(self) -> None:
         self.rejections: list[Rejection] = []
@@ -103,6 +106,13 @@ class Store(ABC):
     @abstractmethod
     def keys(self) -> Iterator[str]:
         """Every key; entries put or deleted meanwhile may or may not be among them."""
+
+    def chunk_key(
+        self, fingerprint: str, header_ids: Tensor, chunk_ids: Tensor, *, compressor: str = ""
+    ) -> str:
+        """`chunk_key` in this store's namespace: the one way to a key for whoever has a store."""
+        namespace = self.namespace
+        return chunk_key(fingerprint, header_ids, chunk_ids, compressor=compressor, namespace=namespace)
 
     @property
     def where(self) -> str:
@@ -230,9 +240,16 @@ def is_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None
 
 
-def chunk_key(fingerprint: str, header_ids: Tensor, chunk_ids: Tensor, *, compressor: str = "") -> str:
-    """The key of a chunk's KV: SHA-256 over format version, fingerprint, header ids, chunk ids, and the
-    compressor if one dropped some of its rows.
+def chunk_key(
+    fingerprint: str,
+    header_ids: Tensor,
+    chunk_ids: Tensor,
+    *,
+    compressor: str = "",
+    namespace: str = "",
+) -> str:
+    """The key of a chunk's KV: SHA-256 over format version, fingerprint, header ids, chunk ids, the
+    compressor if one dropped some of its rows, and the namespace if there is one; never over the codec.
 
     `header_ids` and `chunk_ids` are (T,) of any signed integer type; raises ``ValueError`` for others.
     """
@@ -243,6 +260,8 @@ def chunk_key(fingerprint: str, header_ids: Tensor, chunk_ids: Tensor, *, compre
         parts.append(ids.detach().cpu().numpy().astype("<i8").tobytes())
     if compressor:
         parts.append(compressor.encode())
+    if namespace:
+        parts += [b"namespace", namespace.encode()]
     return hashlib.sha256(b"".join(fields(parts))).hexdigest()
 
 

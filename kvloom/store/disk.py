@@ -16,7 +16,10 @@ import numpy
 
 from kvloom.errors import MethodError, StoreError
 from kvloom.store.base import EntryHead, Store, StoreStats, check_key, is_key, stores
-from kvloom.store.format import DamagedEntry, NewerFormat, decode, decode_head, encode, head_bytes
+from kvloom.store.format import DamagedEntry, UnreadableEntry, decode_head, head_bytes
+from kvloom.store.namespace import namespace_id
+from kvloom.store.packing import Packing
+from kvloom.store.query import ENTRY_OPTIONS, convert, split_query
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".safetensors"
 QUARANTINE = "quarantine"
+NAMESPACES = "namespaces"
 
 T = TypeVar("T")
 
@@ -41,13 +45,32 @@ class DiskStore(Store):
     Temporary files that a killed writer left, older than `sweep_after_s` seconds, are gone. The folder is
     created if need be; one that cannot be written still serves reads. Raises ``StoreError`` when it cannot be
     made or read.
+
+    Entries are written by `codec` (``raw``, ``bf16``, ``fp8``, ``int8``, ``int4``, each with ``+zstd`` or
+    without) and encrypted with the key in `key_file` or ``$KVLOOM_STORE_KEY``, if any; entries of every codec
+    are read, and plain ones too unless `encrypted_only`. A `namespace` has a folder and keys of its own.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, sweep_after_s: float = 3600.0) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        sweep_after_s: float = 3600.0,
+        codec: str = "raw",
+        key_file: str | os.PathLike[str] | None = None,
+        encrypted_only: bool = False,
+        namespace: str | None = None,
+    ) -> None:
         super().__init__()
+        self.packing = Packing.of(codec=codec, key_file=key_file, encrypted_only=encrypted_only)
+        rooms = () if namespace is None else (NAMESPACES, namespace_id(namespace))
+        self.namespace = namespace or ""
         try:
             self.path = Path(path).expanduser().absolute()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for room in rooms:
+                self.path /= room
+                self.path.mkdir(mode=0o700, exist_ok=True)
             self._sweep(sweep_after_s)
         except FileExistsError:
             raise StoreError(f"cannot open {path}: it is a file; name a folder with --store") from None
@@ -56,10 +79,11 @@ class DiskStore(Store):
 
     @classmethod
     def from_url(cls, rest: str) -> Self:
-        """``disk:PATH``, where ``~`` is the home folder."""
-        if not rest:
-            raise MethodError("store 'disk:' names no folder; write 'disk:PATH'")
-        return cls(rest)
+        """``disk:PATH?OPTION=VALUE&...``, where ``~`` is the home folder."""
+        place, options = split_query(rest)
+        if not place:
+            raise MethodError(f"store 'disk:{rest}' names no folder; write 'disk:PATH'")
+        return cls(place, **convert(options, ENTRY_OPTIONS))
 
     @property
     def where(self) -> str:
@@ -67,7 +91,7 @@ class DiskStore(Store):
 
     def get(self, key: str) -> ChunkKV | None:
         """The entry, its CPU tensors sharing one buffer; or None, and `rejections` has any fault."""
-        return self._decoded(key, lambda path: decode(key, _read(key, path)))
+        return self._decoded(key, lambda path: self.packing.unpack(key, _read(key, path)))
 
     def describe(self, key: str) -> EntryHead | None:
         return self._decoded(key, lambda path: decode_head(key, *_read_head(path)))
@@ -79,7 +103,7 @@ class DiskStore(Store):
             return None
         except OSError as error:
             self._leave(key, f"cannot be read: {_cause(error)}")
-        except NewerFormat as error:
+        except UnreadableEntry as error:
             self._leave(key, str(error))
         except DamagedEntry as error:
             self.reject(key, str(error))
@@ -88,7 +112,7 @@ class DiskStore(Store):
     def put(self, key: str, kv: ChunkKV) -> None:
         """The entry is on the disk, durably; raises ``StoreError`` if it cannot be written."""
         path = self._file(key)
-        pieces = encode(key, kv)
+        pieces = self.packing.pack(key, kv)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if path.is_dir():
