@@ -97,15 +97,16 @@ class CacheProbe:
         raise MethodError(f"this cache lacks the {name} of some rows, {_UNSEEN}")
 
     def window(self, layer: int, size: int, *, support: Support = "all") -> Tensor:
-        """(H, G, size, T) float32: how the last `size` queries attend to what the layer holds, by place.
+        """(H, G, W, T) float32: how the last W queries attend to what the layer holds, by place.
 
-        The softmax runs over all keys up to each query, or, with support "candidates", over the candidates
-        only, as RPC takes it. Raises ``MethodError`` where fewer queries were kept.
+        W is `size`, or fewer where fewer were observed: of a spliced prompt the question's only. The softmax
+        runs over all keys up to each query, or, with support "candidates", over the candidates only, as RPC
+        takes it. Raises ``MethodError`` where no query was kept.
         """
         query = self._observer.queries.get(layer)
-        found = 0 if query is None or not self._is_seen() else query.shape[1]
-        if query is None or found < size:
-            raise MethodError(f"this cache lacks the last {size} queries ({found} were kept), {_UNSEEN}")
+        if query is None or not self._is_seen():
+            raise MethodError(f"this cache lacks its last queries, {_UNSEEN}")
+        size = min(size, query.shape[1])
         keys, key_positions = self.keys(layer).float(), self.positions(layer)
         # The queries are those of the last rows, whether these are still held or not.
         asked = self._cache.positions[-size:]

@@ -5,12 +5,15 @@ where not.
 from __future__ import annotations
 
 import logging
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvloom.compressors.chunks import prefill_compressed
 from kvloom.errors import ContextTooLong, StoreError
 from kvloom.hf import Decoder, cat_ids
 from kvloom.prefill import packs, prefill
+from kvloom.store.lookup import Miss
 from kvloom.trace import Trace
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from kvloom.store import Store
 
 logger = logging.getLogger(__name__)
+
+_PRICED_TOKENS = 32  # a prefill of fewer says little about the speed of a longer one
 
 
 class ChunkSource:
@@ -117,10 +122,17 @@ class ChunkSource:
         computed = self._prefill([chunks[indices[0]] for indices in missing.values()], header)
         for key in missing:
             with trace.seconds.clock("prefill", self.decoder.synchronize):
+                start = time.perf_counter()
                 kv = next(computed)
+                self._price(kv.num_tokens, time.perf_counter() - start)
                 self._store_if_possible(key, kv)
             trace.prefilled_tokens += kv.num_tokens * len(missing[key])
             yield key, kv
+
+    def _price(self, num_tokens: int, seconds: float) -> None:
+        """Tells the store what a chunk costs to compute, which is what it may cost to load."""
+        if num_tokens >= _PRICED_TOKENS and seconds > 0:
+            self.store.set_prefill_speed(num_tokens / seconds)
 
     def _header(self, header_ids: Tensor, trace: Trace, *, must_store: bool = False) -> ChunkKV | None:
         if len(header_ids) == 0:
@@ -141,14 +153,14 @@ class ChunkSource:
 
     def _stored(self, key: str, ids: Tensor, start: int, trace: Trace) -> ChunkKV | None:
         with trace.seconds.clock("load", self.decoder.synchronize):
-            kv = self.store.get(key)
-        if kv is None:
-            return None
-        reason = self._fault(kv, ids, start)
+            found = self.store.lookup(key, num_tokens=len(ids))
+        kv = found.kv
+        reason = "" if kv is None else self._fault(kv, ids, start)
         if reason:
             self.store.reject(key, reason)
-            return None
-        return kv
+            found = replace(found, kv=None, reason=Miss.DAMAGED, detail=reason)
+        trace.lookups.append(found.as_dict() | {"num_tokens": len(ids)})
+        return found.kv
 
     def _fault(self, kv: ChunkKV, ids: Tensor, start: int) -> str:
         """Why the entry is not the chunk asked for; empty when it is."""

@@ -21,7 +21,7 @@ import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 
-from kvloom.compressors import Compression, Compressor, Decoding, compress
+from kvloom.compressors import Compression, Compressor, Decoding, Growing, compress
 from kvloom.errors import ContextTooLong, MethodError, PromptError, StoreError
 from kvloom.observe import EntropyKind, Observer, Records
 
@@ -47,7 +47,7 @@ class Conversation:
         decoder: Decoder,
         *,
         compressor: Compressor | None = None,
-        decode_compressor: Compressor | None = None,
+        decode_compressor: Growing | None = None,
         capacity: int = 0,
         after: Conversation | None = None,
     ) -> None:
@@ -132,10 +132,17 @@ class Conversation:
 
     def step(self, token: int) -> Tensor:
         """(V,) float32 logits after a token of the answer, which is appended to the cache."""
+        return self._answering().step(token)
+
+    def follow(self, token_ids: Tensor) -> Tensor:
+        """(S, V) float32 logits after each token (S,) of a given answer, as one `step` for each has them."""
+        return self._answering().follow(token_ids)
+
+    def _answering(self) -> Decoding:
         if self._decoding is None:
             drops = self.decode_compressor is not None and self.decode_compressor.keep < 1
             self._decoding = Decoding(self.cache, self.observer, self.decode_compressor if drops else None)
-        return self._decoding.step(token)
+        return self._decoding
 
     def end(self, token_ids: list[int], trace: Trace) -> None:
         """Hears all tokens of an answer; those that no step took are pending."""

@@ -108,26 +108,41 @@ class Observer:
         """(V,) float32 logits after the last of token_ids (T,), which go on after the cache and are appended
         to it.
         """
+        states, logits = self._run(token_ids)
+        return self.decoder.head(states[-1:])[-1] if logits is None else logits
+
+    def follow(self, token_ids: Tensor) -> Tensor:
+        """(S, V) float32 logits after each of token_ids (S,); all else is as after `run`."""
+        states, _ = self._run(token_ids, is_whole=True)
+        return torch.cat([self.decoder.head(block) for block in states.split(ROWS_PER_HEAD_BLOCK)])
+
+    def _run(self, token_ids: Tensor, *, is_whole: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Final states (S, d), of the last block or the whole, and the last logits (V,), where they had to be
+        computed.
+        """
         if len(token_ids) == 0:
             raise ValueError("there must be at least one token to run")
         is_first, entropies = self.cache.num_rows == 0, []
         if self.num_rows != self.cache.num_rows:
             self._miss()
-        states = logits = torch.empty(0)
+        states, kept, logits = torch.empty(0), [], None
         for block in token_ids.split(TOKENS_PER_BLOCK):
             states = self._forward(block)
+            if is_whole:
+                kept.append(states)
             if self.records.entropy is not None:
                 logits, found = self._entropies(states)
                 entropies.append(found)
+        states = torch.cat(kept) if is_whole else states
         self.num_rows = self.cache.num_rows
         if not entropies:
-            return self.decoder.head(states[-1:])[-1]
+            return states, None
         row_entropies = torch.cat(entropies)
         if is_first:  # nothing predicted the first token; the mean of the others of its prompt stands for it
             rest = row_entropies[1:]
             row_entropies[0] = rest.mean() if len(rest) else 0.0
         self.cache.record("entropy", row_entropies)
-        return logits
+        return states, logits
 
     def checkpoint(self) -> Callable[[], None]:
         """A function that takes back what was recorded since."""

@@ -53,6 +53,9 @@ class Trace:
     new_tokens: int = 0  # generated
     reused_tokens: int = 0  # context tokens whose KV came from the store
     prefilled_tokens: int = 0  # context tokens of chunks that the store did not have
+    lookups: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # of header and chunks in the store: hit or why not
     recomputed_rows: int = 0  # context rows computed again, the question not counted
     rows: list[int] = field(default_factory=list)  # which ones, of the context as read; of full prefill, all
     token_layers: int = (

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiny_models import loom_of
 
+import kvloom
 from kvloom.eval.benchmark import Sample
 from kvloom.prompt import Document
 from kvloom.selectors import Full, InfoFlow, NoRecompute
@@ -15,8 +19,9 @@ from kvloom.store.packing import Packing
 if TYPE_CHECKING:
     import pytest
 
+BENCH = Path(__file__).parent.parent / "bench"
+STAGES = BENCH / "stages.py"
 TOWNS = (("Ada", "Paris"), ("Bob", "Rome"), ("Cleo", "Oslo"))
-STAGES = Path(__file__).parent.parent / "bench" / "stages.py"
 
 
 def test_stages_prints_a_row_per_method_of_the_length_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,8 +35,30 @@ def test_stages_prints_a_row_per_method_of_the_length_asked_for(capsys: pytest.C
     assert none[2] == "0"
 
 
+def test_a_killed_indexing_process_loses_nothing() -> None:
+    """Ten kills at random moments; the full two hundred are for the command line."""
+    environment = os.environ | {"PYTHONPATH": str(Path(kvloom.__path__[0]).parent)}
+    command = [sys.executable, str(BENCH / "store_kill.py"), "--rounds", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *counts = done.stdout.splitlines()
+    assert first.startswith("10 kills, ")
+    assert len(counts) == 6
+    assert all(line.endswith(": 0") for line in counts)
+
+
+def test_the_store_bench_measures_each_operation(tmp_path: Path) -> None:
+    bench: dict[str, Any] = runpy.run_path(str(BENCH / "store.py"))
+    rows = bench["many"](tmp_path / "many", 20)
+    assert len({operation for operation, _, _ in rows}) == len(rows) == 11
+    assert all(seconds > 0 and number > 0 for _, seconds, number in rows)
+    speeds = bench["bandwidth"](tmp_path / "one", 1, bench["torch"].float32)
+    assert set(speeds) == {"plain read", "store", "torch.load"}
+    assert all(speed > 1e6 for speed in speeds.values())
+
+
 def test_codecs_prints_a_row_per_codec_with_raw_as_its_own_yardstick() -> None:
-    bench: dict[str, Any] = runpy.run_path(str(STAGES.with_name("codecs.py")))
+    bench: dict[str, Any] = runpy.run_path(str(BENCH / "codecs.py"))
     documents = tuple(Document(f"{name} lives in {town}." * 6, title=name) for name, town in TOWNS)
     sample = Sample("s1", "Where does Ada live?", ("Paris",), documents)
     names = ["raw", "bf16", "int4"]

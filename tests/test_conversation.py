@@ -28,11 +28,7 @@ FIRST, SECOND = random_ids(50, seed=1), random_ids(20, seed=2)
 SMALL: dict[str, Any] = {"keep": 0.4, "window": 8, "k": 20}
 
 
-@pytest.fixture
-def short_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("infokv", "rpc"):
-        monkeypatch.setattr(compressors[name], "every", 16)
-        monkeypatch.setattr(compressors[name], "recent", 4)
+SCHEDULE = {"every": 16, "recent": 4}
 
 
 def infokv(**options: Any) -> Compressor:
@@ -136,14 +132,13 @@ def test_protected_rows_stay_through_all_turns(llama_loom: Loom) -> None:
             assert {3, 4, 5, 6, 52, 53} <= set(head)
 
 
-def test_the_window_of_a_short_second_turn_reaches_over_dropped_rows(
-    llama_loom: Loom, short_schedule: None
-) -> None:
+def test_the_window_of_a_short_second_turn_reaches_over_dropped_rows(llama_loom: Loom) -> None:
     """The last 8 rows may have been dropped in part while decoding: their queries still count, and no place
     before them is taken for one of theirs.
     """
+    growing = as_compressor("infokv", SMALL | {"keep": 0.05, **SCHEDULE}, phase="decode")
     first = llama_loom.generate(
-        FIRST, compressor=infokv(keep=0.9), decode_compressor=infokv(keep=0.05), max_new_tokens=18
+        FIRST, compressor=infokv(keep=0.9), decode_compressor=growing, max_new_tokens=18
     )
     dropped = set(range(67)) - set(sets(rows_left(talk_of(first).cache))[0][0])
     assert dropped & set(range(61, 67)), "of the last 8 with what follows, some are gone"
@@ -260,10 +255,10 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
         assert torch.equal(talk_of(again).cache.side[name], talk_of(expected).cache.side[name])
 
 
-def test_two_requests_in_threads_give_what_they_give_alone(llama_loom: Loom, short_schedule: None) -> None:
+def test_two_requests_in_threads_give_what_they_give_alone(llama_loom: Loom) -> None:
     def ask(seed: int) -> tuple[list[int], list[Any], list[list[list[int]]]]:
         method = infokv(keep=0.3) if seed % 2 else as_compressor("h2o", {"keep": 0.5})
-        growing = as_compressor("rpc", {"keep": 0.25}, phase="decode")
+        growing = as_compressor("rpc", {"keep": 0.25, **SCHEDULE}, phase="decode")
         answer = llama_loom.generate(
             random_ids(40 + seed, seed), compressor=method, decode_compressor=growing, max_new_tokens=20
         )
@@ -283,13 +278,11 @@ def test_two_requests_in_threads_give_what_they_give_alone(llama_loom: Loom, sho
     ("family", "name"),
     [("llama", "infokv"), ("gpt-oss", "infokv"), ("llama", "h2o"), ("llama", "expected_attention")],
 )
-def test_a_saved_conversation_goes_on_bit_identically(
-    family: str, name: str, tmp_path: Path, short_schedule: None
-) -> None:
+def test_a_saved_conversation_goes_on_bit_identically(family: str, name: str, tmp_path: Path) -> None:
     """Compressed prompt and answer, saved; then a second prompt, compressed, and a growing answer."""
     loom = loom_of(family)
     options = SMALL if name == "infokv" else {"keep": 0.4}
-    growing = {"keep": 0.25, "k": 20} if name == "infokv" else {"keep": 0.25}
+    growing = {"keep": 0.25, **SCHEDULE} | ({"k": 20} if name == "infokv" else {})
     methods = {
         "compressor": as_compressor(name, options),
         "decode_compressor": as_compressor("infokv" if name == "infokv" else "rpc", growing, phase="decode"),

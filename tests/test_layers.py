@@ -34,6 +34,7 @@ LAYERS = [
         "chunk_source",
         "conversation",
         "documents",
+        "indexing",
         "long_answer",
         "loom",
         "profile",

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 IMPORT_NAMES = {
     "cogapp": "cogapp",
+    "prometheus-client": "prometheus_client",
     "pytest-xdist": "xdist",
 }
 

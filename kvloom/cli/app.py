@@ -9,7 +9,19 @@ import typer
 from typer.core import TyperGroup
 
 from kvloom import __version__
-from kvloom.cli import calibrate, compress, evaluate, falsify, fidelity, influence, session, show, view
+from kvloom.cli import (
+    calibrate,
+    compress,
+    evaluate,
+    falsify,
+    fidelity,
+    influence,
+    recall,
+    session,
+    show,
+    solve,
+    view,
+)
 from kvloom.cli import store as store_commands
 from kvloom.cli.failures import FAILURE, INTERRUPTED, UsageError, fail, fail_usage, failures
 from kvloom.cli.options import (
@@ -57,6 +69,8 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("compress")(compress.compress)
 app.command("fidelity")(fidelity.fidelity)
 app.command("influence")(influence.influence)
+app.command("recall")(recall.recall)
+app.command("solve")(solve.solve)
 
 
 def run(args: list[str] | None = None) -> NoReturn:
@@ -115,6 +129,7 @@ def index(
     with Activity("indexing (tokens)") as activity:
         try:
             keys = loom.index(documents, on_progress=activity.update)
+            loom.store.flush()
         except KeyboardInterrupt:
             fail(show.interrupted_index(activity.done, activity.total), INTERRUPTED)
     seconds = time.perf_counter() - start
@@ -168,6 +183,9 @@ def ask(
     chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
     device: Device = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say of each chunk whether the store had it, and why not.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Answer a question over documents, from stored KV.
@@ -205,6 +223,8 @@ def ask(
     else:
         typer.echo()
         remark(show.trace_line(stream.answer.trace, chosen.recipe))
+        if explain:
+            show.print_lookups(stream.answer.trace.lookups)
 
 
 @app.command()

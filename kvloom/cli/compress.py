@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,9 @@ from kvloom.cli import session
 from kvloom.cli.options import AsJson, Device, DtypeOption, Model, decode
 from kvloom.cli.output import Activity, console, count, echo_json, remark, size
 from kvloom.errors import MethodError, PromptError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 CompressorNames = Annotated[
     list[str] | None,
@@ -60,6 +63,12 @@ def compress(
             "--save", metavar="FILE", help="Write the compressed cache to go on with.", show_default=False
         ),
     ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--steps", min=0, metavar="N", help="Also time N decode steps over either cache; 0: do not."
+        ),
+    ] = 0,
     layers: Annotated[bool, typer.Option("--layers", help="Show what each layer keeps.")] = False,
     dtype: DtypeOption = None,
     device: Device = None,
@@ -88,7 +97,9 @@ def compress(
     prompt_format = replace(loom.prompt_format, chat=not plain)
     ids = turn_ids(loom.tokenizer, prompt_format, text, is_first=True)
     with Activity("compressing"):
-        rows = compress_prompt(loom, ids, rivals, max_new_tokens=max_new_tokens, decode=growing, save=save)
+        rows = compress_prompt(
+            loom, ids, rivals, max_new_tokens=max_new_tokens, decode=growing, save=save, steps=steps
+        )
     if json:
         echo_json({"prompt_tokens": len(ids), "layers": loom.decoder.num_layers, "methods": rows})
         return
@@ -156,6 +167,10 @@ def print_rows(rows: Sequence[Mapping[str, Any]], *, with_layers: bool) -> None:
             f"{row['compress_s']:.2f}",
         )
     out.print(table)
+    if any("speed" in row for row in rows):
+        for shown in speed_tables(rows):
+            out.print(shown)
+        out.print(Text(SPEED_NOTE))
     if with_layers:
         kept = Table("layer", *(row["method"] for row in rows), box=SIMPLE_HEAD)
         for column in kept.columns[1:]:
@@ -169,6 +184,40 @@ def print_rows(rows: Sequence[Mapping[str, Any]], *, with_layers: bool) -> None:
         if "answer" in row:
             out.print(Text(f"{row['method']}, {answered(row)}:", style="bold"))
             out.print(Text(row["answer"]))
+
+
+SPEED_NOTE = (
+    "cost: recording and compressing as a share of a plain prefill, the language-model head over all tokens, "
+    "which the entropy needs, apart; peak: memory while compressing, beyond the cache; medians."
+)
+
+
+def speed_tables(rows: Sequence[Mapping[str, Any]]) -> "list[Table]":
+    """What compressing costs, and what a decode step takes before and after."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    costs = ("compressor", "prefill s", "record s", "compress s", "cost", "head s", "cost of head", "peak")
+    cost, step = (
+        Table(*costs, box=SIMPLE_HEAD),
+        Table("compressor", "step ms", "after", "of it", box=SIMPLE_HEAD),
+    )
+    for table in (cost, step):
+        for column in table.columns[1:]:
+            column.justify = "right"
+    for row in rows:
+        found = row["speed"]
+        cost.add_row(
+            row["method"],
+            *(f"{found[name]:.2f}" for name in ("prefill_s", "record_s", "compress_s")),
+            f"{found['share_less_head']:.1%}",
+            f"{found['head_s']:.2f}",
+            f"{found['head_s'] / found['prefill_s']:.1%}",
+            size(found["peak_bytes"]),
+        )
+        times = found["full_ms"], found["compressed_ms"]
+        step.add_row(row["method"], *(f"{ms:.1f}" for ms in times), f"{times[1] / times[0]:.1%}")
+    return [cost, step]
 
 
 def as_range(kept: Sequence[int]) -> str:

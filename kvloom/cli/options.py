@@ -3,6 +3,7 @@
 No ``from __future__ import annotations`` in files with commands: Typer reads these types at run time.
 """
 
+import re
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -45,7 +46,8 @@ StoreUrl = Annotated[
         "--store",
         metavar="URL",
         envvar="KVLOOM_STORE",
-        help="Where KV is kept, such as disk:PATH; by default a folder in the user's cache folder.",
+        help="Where KV is kept, such as disk:PATH or disk:PATH?quota=200GiB; by default a folder in the "
+        "user's cache folder.",
         show_default=False,
     ),
 ]
@@ -97,7 +99,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 def store_url(url: str | None, *, shared: bool = False) -> str:
     """The store's URL; with `shared`, one that outlives this process, or ``MethodError``."""
     url = url or f"disk:{cache_folder() / 'store'}"
-    if shared and url.partition(":")[0] == "memory":
+    if shared and all(tier.startswith("memory:") for tier in re.split(",(?=[a-z]+:)", url)):
         raise MethodError(
             f"store {url!r} lives and ends with one process; name one that lasts, such as disk:PATH"
         )

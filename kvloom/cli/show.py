@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 import typer
 
-from kvloom.cli.output import console, count, size
+from kvloom.cli.output import console, count, remark, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,6 +101,16 @@ def trace_line(trace: Trace, recipe: str) -> str:
         f"{count(trace.reused_tokens, 'token')} reused, {trace.prefilled_tokens:,} prefilled, "
         f"{count(trace.recomputed_rows, 'row')} recomputed"
     )
+
+
+def print_lookups(lookups: Sequence[Mapping[str, Any]]) -> None:
+    """A line for the header and each chunk: hit or miss, where, how large, how long, and why."""
+    for found in lookups:
+        reason = f": {found['detail']}" if found["detail"] else ""
+        told = f"miss, {found['reason']}{reason}"
+        if found["hit"]:
+            told = f"hit, {found['tier']}, {size(found['num_bytes'])} in {found['seconds'] * 1000:.1f} ms"
+        remark(f"chunk {found['key'][:12]}, {count(found['num_tokens'], 'token')}: {told}")
 
 
 def parts(seconds: Mapping[str, float]) -> str:

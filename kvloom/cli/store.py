@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvloom.cli import stored
 from kvloom.cli.failures import FAILURE
-from kvloom.cli.options import AsJson, GroupHelp, StoreUrl, store_url
+from kvloom.cli.options import AsJson, GroupHelp, StoreUrl
 from kvloom.cli.output import Activity, count, echo_json, size
+from kvloom.cli.stored import MIN_PREFIX, all_documents, find_document, only_key, open_shared
 from kvloom.errors import MethodError
 
 if TYPE_CHECKING:
-    from kvloom.store import Store
-
-MIN_PREFIX = 6
+    from kvloom.store import Store, StoreStats
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_help_option=False)
 
@@ -29,25 +29,43 @@ def store_group(ctx: typer.Context, help: GroupHelp = False) -> None:
 @app.command()
 def stats(store: StoreUrl = None, json: AsJson = False) -> None:
     """Count entries and bytes, without reading them."""
-    held = _open(store).stats()
+    held = open_shared(store).stats()
     if json:
         echo_json(asdict(held))
         return
+    _show_stats(held)
+
+
+def _show_stats(held: "StoreStats") -> None:
     rows = {
         "store": held.where,
         "entries": f"{held.entries:,}",
         "size": "not known" if held.num_bytes is None else size(held.num_bytes),
         "limit": "none" if held.limit_bytes is None else size(held.limit_bytes),
         "quarantined": f"{held.quarantined:,}",
+        "pinned": f"{held.pinned:,}",
     }
     for name, value in rows.items():
         typer.echo(f"{name:<12} {value}")
+    for tier in held.tiers:
+        entries = "does not answer" if tier.entries is None else _entries(tier.entries)
+        detail = f"; {tier.detail}" if tier.detail else ""
+        typer.echo(f"{'tier':<12} {tier.where}: {entries}, breaker {tier.breaker}{detail}")
 
 
 @app.command("list")
-def list_entries(store: StoreUrl = None, json: AsJson = False) -> None:
+def list_entries(
+    documents: Annotated[
+        bool, typer.Option("--documents", help="List documents instead: id, chunks, source.")
+    ] = False,
+    store: StoreUrl = None,
+    json: AsJson = False,
+) -> None:
     """List entries: key, tokens, bytes, first position, model."""
-    opened = _open(store)
+    opened = open_shared(store)
+    if documents:
+        _list_documents(opened, json)
+        return
     heads = [head for key in opened.keys() if (head := opened.describe(key)) is not None]  # noqa: SIM118
     if json:
         echo_json([asdict(head) for head in heads])
@@ -61,30 +79,52 @@ def list_entries(store: StoreUrl = None, json: AsJson = False) -> None:
         )
 
 
+def _list_documents(store: "Store", json: bool) -> None:
+    found = store.documents.all()
+    if json:
+        echo_json([asdict(document) for document in found])
+        return
+    width = max((len(document.id) for document in found), default=0)
+    if found:
+        typer.echo(f"{'id':<{width}}  {'chunks':>6}  source")
+    for document in found:
+        typer.echo(f"{document.id:<{width}}  {len(document.keys):>6,}  {document.source}".rstrip())
+
+
 @app.command("rm")
 def remove(
     keys: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY...", help=f"Keys, or their first {MIN_PREFIX} characters or more."),
+        typer.Argument(
+            metavar="NAME...", help=f"Document ids, or keys by their first {MIN_PREFIX} characters or more."
+        ),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All entries; needs --yes.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Everything; needs --yes.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Confirms --all.")] = False,
     store: StoreUrl = None,
     json: AsJson = False,
 ) -> None:
-    """Remove entries; they are computed again when they are needed."""
+    """Remove documents with the chunks that are theirs alone, or entries.
+
+    They are computed again when they are needed.
+    """
     if everything == bool(keys):
         raise MethodError("name the entries to remove by their keys, or all of them with --all --yes")
     if everything and not yes:
         raise MethodError("--all removes every entry; confirm it with --yes")
-    opened = _open(store)
+    opened = open_shared(store)
     held = list(opened.keys())
-    chosen = held if everything else [_only(key, held) for key in keys or []]
-    removed = [key for key in dict.fromkeys(chosen) if opened.delete(key)]
+    documents = [name for name in keys or [] if find_document(opened, name) is not None]
+    if everything:
+        documents = [document.id for document in all_documents(opened)]
+    named = [only_key(name, held) for name in keys or [] if name not in documents]
+    removed = [key for id in dict.fromkeys(documents) for key in opened.documents.remove(id).freed]
+    removed += [key for key in dict.fromkeys(held if everything else named) if opened.delete(key)]
     if json:
-        echo_json({"removed": removed})
-    else:
-        typer.echo(f"{_entries(len(removed))} removed")
+        echo_json({"removed": removed, "documents": documents})
+        return
+    gone = f"{count(len(documents), 'document')} and " if documents else ""
+    typer.echo(f"{gone}{_entries(len(removed))} removed")
 
 
 @app.command()
@@ -93,7 +133,7 @@ def verify(store: StoreUrl = None, json: AsJson = False) -> None:
 
     The exit code is 1 when there was one.
     """
-    opened = _open(store)
+    opened = open_shared(store)
     with Activity("reading (entries)") as activity:
         rejections = opened.verify(activity.update)
     result: dict[str, Any] = {"read": activity.done, "bad": [asdict(rejection) for rejection in rejections]}
@@ -105,24 +145,9 @@ def verify(store: StoreUrl = None, json: AsJson = False) -> None:
         raise typer.Exit(FAILURE)
 
 
-def _open(url: str | None) -> "Store":
-    url = store_url(url, shared=True)
-    from kvloom.store import open_store
-
-    return open_store(url)
-
-
-def _only(prefix: str, keys: list[str]) -> str:
-    """The one key that begins with `prefix`; ``MethodError`` for none, several, or too short a prefix."""
-    if len(prefix) < MIN_PREFIX:
-        raise MethodError(f"key {prefix!r} is too short; give at least its first {MIN_PREFIX} characters")
-    found = [key for key in keys if key.startswith(prefix.lower())]
-    if not found:
-        raise MethodError(f"no entry's key begins with {prefix!r}; see kvloom store list")
-    if len(found) > 1:
-        raise MethodError(f"{count(len(found), 'key')} begin with {prefix!r}; give more characters")
-    return found[0]
-
-
 def _entries(number: int) -> str:
     return f"{number:,} entr{'y' if number == 1 else 'ies'}"
+
+
+for _command in (stored.add, stored.reindex, stored.show, stored.pin, stored.unpin, stored.rebuild):
+    app.command()(_command)

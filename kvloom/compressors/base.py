@@ -34,8 +34,6 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     phases: ClassVar[frozenset[str]] = frozenset({"prefill"})
-    every: ClassVar[int] = 1024  # while decoding: generated tokens between two compressions
-    recent: ClassVar[int] = 32  # while decoding: generated tokens at the end that always stay
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float) or not 0 < self.keep <= 1:
@@ -73,6 +71,23 @@ class Compressor(ABC):
         for name, (value, allowed) in options.items():
             if value not in allowed:
                 raise MethodError(f"{self.name}: {name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growing(Compressor):
+    """Base of all methods that compress answers while they grow.
+
+    The defaults are those of the papers; where answers are shorter than `every`, nothing is dropped.
+    """
+
+    every: int = 1024  # while decoding: generated tokens between two compressions
+    recent: int = 32  # while decoding: generated tokens at the end that always stay
+
+    phases: ClassVar[frozenset[str]] = frozenset({"decode"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_at_least(1, every=self.every, recent=self.recent)
 
 
 def last_rows(probe: CacheProbe, size: int) -> Tensor:
@@ -129,4 +144,8 @@ def as_compressor(
             "decode": "compresses prompts only",
         }
         raise MethodError(f"{built.name} {when[phase]}")
+    if phase == "prefill":
+        for option in ("every", "recent"):
+            if option in (options or {}):
+                raise MethodError(f"{built.name}: {option} is for answers while they grow, not for prompts")
     return built

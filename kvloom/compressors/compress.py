@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvloom.cache import SplicedCache
-    from kvloom.compressors.base import Compressor
+    from kvloom.compressors.base import Compressor, Growing
     from kvloom.observe import Observer
 
 
@@ -85,7 +85,7 @@ def _within(least: int, most: int, budgets: list[int]) -> list[int]:
 
 
 def compress_generated(
-    compressor: Compressor, cache: SplicedCache, observer: Observer, *, num_prompt: int, budget: int
+    compressor: Growing, cache: SplicedCache, observer: Observer, *, num_prompt: int, budget: int
 ) -> Compression:
     """Drops generated rows but `budget` of them and the last `recent`, in every layer, as RPC does (NeurIPS
     2025); the prompt's rows, the first `num_prompt`, stay as they are.

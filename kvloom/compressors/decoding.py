@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvloom.cache import SplicedCache
-    from kvloom.compressors.base import Compressor
+    from kvloom.compressors.base import Growing
     from kvloom.observe import Observer
 
 
@@ -24,7 +25,7 @@ class Decoding:
     answer that ends before is not compressed.
     """
 
-    def __init__(self, cache: SplicedCache, observer: Observer, compressor: Compressor | None) -> None:
+    def __init__(self, cache: SplicedCache, observer: Observer, compressor: Growing | None) -> None:
         self.cache = cache
         self.observer = observer
         self.compressor = compressor
@@ -33,16 +34,36 @@ class Decoding:
 
     def step(self, token: int) -> Tensor:
         """(V,) float32 logits after the token, which is appended to the cache."""
-        if self.compressor is not None:
-            due = (len(self.done) + 1) * self.compressor.every
-            if self.cache.num_rows - self.num_prompt >= due:
-                self.done.append(
-                    compress_generated(
-                        self.compressor,
-                        self.cache,
-                        self.observer,
-                        num_prompt=self.num_prompt,
-                        budget=int(self.compressor.keep * due + 1e-9),
-                    )
-                )
+        self._compress_if_due()
         return self.observer.run(torch.tensor([token]))
+
+    def follow(self, token_ids: Tensor) -> Tensor:
+        """(S, V) float32 logits after each of token_ids (S,), as one `step` for each; what lies between
+        two compressions is run at once.
+        """
+        logits = []
+        while len(token_ids):
+            self._compress_if_due()
+            room = self._due - (self.cache.num_rows - self.num_prompt)
+            logits.append(self.observer.follow(token_ids[:room]))
+            token_ids = token_ids[room:]
+        return torch.cat(logits)
+
+    @property
+    def _due(self) -> int:
+        """Generated rows at which rows are dropped next."""
+        return sys.maxsize if self.compressor is None else (len(self.done) + 1) * self.compressor.every
+
+    def _compress_if_due(self) -> None:
+        due = self._due
+        if self.compressor is None or self.cache.num_rows - self.num_prompt < due:
+            return
+        self.done.append(
+            compress_generated(
+                self.compressor,
+                self.cache,
+                self.observer,
+                num_prompt=self.num_prompt,
+                budget=int(self.compressor.keep * due + 1e-9),
+            )
+        )

@@ -29,7 +29,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from kvloom.compressors.base import Compressor, compressors, in_proportion, last_rows
+from kvloom.compressors.base import Growing, compressors, in_proportion, last_rows
 from kvloom.compressors.rpc import KERNEL as DECODE_KERNEL
 from kvloom.compressors.snapkv import pooled
 from kvloom.errors import MethodError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @compressors.register("infokv")
 @dataclass(frozen=True, kw_only=True)
-class InfoKV(Compressor):
+class InfoKV(Growing):
     """Scores rows by attention and by information."""
 
     alpha: float = 0.9

@@ -10,12 +10,12 @@ was generated, as for the others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from kvloom.compressors.base import Compressor, compressors
+from kvloom.compressors.base import Growing, compressors
 from kvloom.errors import MethodError
 from kvloom.observe import Records
 
@@ -27,16 +27,14 @@ if TYPE_CHECKING:
 
 @compressors.register("r-kv")
 @dataclass(frozen=True, kw_only=True)
-class RKV(Compressor):
+class RKV(Growing):
     """Scores generated rows by importance less redundancy."""
 
     keep: float = 0.25
     mix: float = 0.1
     threshold: float = 0.5
-
-    phases: ClassVar[frozenset[str]] = frozenset({"decode"})
-    every: ClassVar[int] = 128
-    recent: ClassVar[int] = 8
+    every: int = 128
+    recent: int = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()

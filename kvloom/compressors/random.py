@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kvloom.compressors.base import Compressor, compressors, last_rows
+from kvloom.compressors.base import Growing, compressors, last_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @compressors.register("random")
 @dataclass(frozen=True, kw_only=True)
-class RandomEviction(Compressor):
+class RandomEviction(Growing):
     """Scores by chance; the same seed gives the same rows."""
 
     seed: int = 0

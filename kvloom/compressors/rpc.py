@@ -8,9 +8,9 @@ of all generated so far stays, with the last 32; one set per layer. The prompt i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from kvloom.compressors.base import Compressor, compressors
+from kvloom.compressors.base import Growing, compressors
 from kvloom.compressors.snapkv import pooled
 from kvloom.observe import Records
 
@@ -24,12 +24,10 @@ KERNEL = 7
 
 @compressors.register("rpc")
 @dataclass(frozen=True, kw_only=True)
-class RPC(Compressor):
+class RPC(Growing):
     """Scores generated rows by the attention of the last ones."""
 
     keep: float = 0.25
-
-    phases: ClassVar[frozenset[str]] = frozenset({"decode"})
 
     @property
     def records(self) -> Records:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kvloom.compressors.base import Compressor, compressors
+from kvloom.compressors.base import Growing, compressors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @compressors.register("streaming")
 @dataclass(frozen=True, kw_only=True)
-class Streaming(Compressor):
+class Streaming(Growing):
     """Scores rows by how late they stand; the first stay."""
 
     sinks: int = 4

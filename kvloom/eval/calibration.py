@@ -121,6 +121,7 @@ def calibrate(
             "piece_tokens": PIECE_TOKENS,
             "mean_context_tokens": float(np.mean(context_tokens)),
             "reduction": InfoFlow.reduction,
+            "query": InfoFlow.query,
         },
         kvloom_version=kvloom.__version__,
         date=date.today().isoformat(),
@@ -130,7 +131,7 @@ def calibrate(
 def find(loom: Loom, prompt: Prompt, gold: Sequence[int], ratio: float) -> Found:
     """How well each band of layers ranks the `gold` rows of the prompt, among all that are not exact."""
     probe = Probe(loom.decoder, loom.splice(prompt), prompt.question_ids, prompt.question_span)
-    scores = probe.reduced(InfoFlow.reduction)[0].double().cpu().numpy()  # (L, T)
+    scores = probe.reduced(InfoFlow.reduction, query=InfoFlow.query)[0].double().cpu().numpy()  # (L, T)
     is_candidate = ~probe.exact.cpu().numpy()
     is_gold = np.zeros(probe.num_rows, dtype=bool)
     is_gold[list(gold)] = True

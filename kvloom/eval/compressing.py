@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvloom.compressors import Compressor, as_compressor
-from kvloom.errors import MethodError
+from kvloom.errors import ContextTooLong, MethodError
 from kvloom.eval.runner import split_options
+from kvloom.eval.speed import WARM_UP, measure_speed
 from kvloom.long_answer import generate
 
 if TYPE_CHECKING:
@@ -58,13 +59,20 @@ def compress_prompt(
     max_new_tokens: int = 0,
     decode: Compressor | None = None,
     save: Path | None = None,
+    steps: int = 0,
 ) -> list[dict[str, Any]]:
     """What each method makes of the prompt's ids (T,), each from a prefill of its own, as data for JSON.
 
-    With `max_new_tokens` each also answers, greedily. `save` writes the conversation of the last method to a
+    With `max_new_tokens` each also answers, greedily; with `steps` cost and decode steps are timed, for which
+    see `kvloom.eval.speed`. `save` writes the conversation of the last method to a
     file. Raises ``ContextTooLong``, ``MethodError``, ``StoreError``.
     """
-    found = []
+    limit, found = loom.decoder.max_length, []
+    if steps and limit is not None and len(ids) + steps + WARM_UP > limit:
+        raise ContextTooLong(
+            f"the prompt has {len(ids):,} tokens and {steps + WARM_UP:,} steps follow, the model takes "
+            f"{limit:,}: shorten the prompt or ask for fewer --steps"
+        )
     for rival in rivals:
         # One token at least is asked for, but none is computed unless the stream is read.
         stream = generate(
@@ -83,6 +91,8 @@ def compress_prompt(
             row["decode_compressions"] = answer.trace.compressions[len(row["compressions"]) :]
             row["bytes_at_end"] = answer.trace.kv_bytes
         del row["compressions"]
+        if steps:
+            row["speed"] = measure_speed(loom, ids, rival.compressor, steps)
         if save is not None:
             stream.continuation.save(save)  # type: ignore[union-attr] # a Conversation
             row["saved"] = str(save)

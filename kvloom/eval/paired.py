@@ -34,6 +34,8 @@ def milli(value: float) -> str:
     """A number of nats in thousandths."""
     if isnan(value):
         return "-"
+    if value == 0:
+        return "0"
     text = f"{1000 * value:.4g}" if abs(value) >= 1e-6 else f"{1000 * value:.1e}"
     return text.replace("-", "\N{MINUS SIGN}") if value < 0 else text
 

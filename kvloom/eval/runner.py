@@ -123,8 +123,10 @@ class Result:
 class Run(Journal):
     """A folder of results, made by one recipe. Raises ``EvalError`` for a folder made by another."""
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        super().__init__(folder, recipe, key=("benchmark", "sample", "method"))
+    def __init__(
+        self, folder: Path, recipe: Any, key: Sequence[str] = ("benchmark", "sample", "method")
+    ) -> None:
+        super().__init__(folder, recipe, key)
         self._skipped = folder / "skipped.jsonl"
         self.skipped = {(line["benchmark"], line["sample"]) for line in read_lines(self._skipped)}
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import gzip
 import zlib
 from dataclasses import dataclass
-from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvloom.errors import EvalError
 from kvloom.eval.benchmark import Benchmark, Sample
+from kvloom.eval.hub import hub_rows
 from kvloom.eval.passages import cut, paragraphs, split_passages
 from kvloom.prompt import Document
 
@@ -128,22 +128,16 @@ def longbench_rows(name: str, longbench: str) -> Iterable[dict[str, Any]]:
 
     Raises ``EvalError`` without the package `datasets` and for whatever `datasets` raises.
     """
-    try:
-        datasets = import_module("datasets")
-    except ImportError:
-        raise EvalError(
-            f"{name}: {_CHOOSE_FOLDER}, or pip install 'kvloom[eval]' to read LongBench from the "
-            "Hugging Face hub"
-        ) from None
     member = f"zip://data/{longbench}.jsonl::{LONGBENCH}"
-    try:
-        return datasets.load_dataset("json", data_files={"test": member}, split="test")
-    except Exception as error:  # of many libraries: network, hub, file formats
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EvalError(
-            f"{name}: LongBench's {longbench} could not be read from the Hugging Face hub ({reason}); "
-            f"try again, or {_CHOOSE_FOLDER}"
-        ) from error
+    return hub_rows(
+        name,
+        f"LongBench's {longbench}",
+        "json",
+        source="LongBench",
+        otherwise=_CHOOSE_FOLDER,
+        data_files={"test": member},
+        split="test",
+    )
 
 
 def longbench_sample(row: dict[str, Any], *, has_passages: bool) -> Sample:

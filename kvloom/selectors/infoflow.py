@@ -7,8 +7,10 @@ and over a set of layers. Two reductions over question tokens: "norm", sqrt(sum 
 authors' code runs; "mass", the plain sum, is the paper's Eq. 7.
 
 Deviations from the authors' code: scores are causal among question tokens; no budget goes to rows that are
-exact already (header and first chunk); the default scores all layers from a quarter of the depth up instead
-of the band 22-25 of 40 that was tuned on one model (`layers="paper"`).
+exact already (header and first chunk). Two defaults are ours, as measured (docs/results/reuse.md): all tokens
+after the chunks ask, instruction included, not the raw question's alone (`query="question"`); and all layers
+from a quarter of the depth up are scored, not the band 22-25 of 40 that was tuned on one model
+(`layers="paper"`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class InfoFlow(Selector):
 
     reduction: Literal["norm", "mass", "entropy", "values", "combined"] = "norm"
     layers: Layers = "0.25-1"  # "paper", a band FROM-TO in shares of the depth, or layer indices "17,18,19"
-    query: Literal["question", "suffix"] = "question"  # the raw question's tokens, or all after the chunks
+    query: Literal["question", "suffix"] = "suffix"  # all after the chunks, or the raw question's tokens
     geometry: Literal["global", "hl-hp", "hl-tp", "tl-tp"] = "global"  # positions while scoring
     weight: Literal["none", "deviation"] = (
         "none"  # times the change of the row's layer-1 values, as CacheBlend's

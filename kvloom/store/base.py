@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from kvloom.errors import MethodError, StoreError
 from kvloom.registry import Registry
+from kvloom.store.lookup import Lookup, Miss
+from kvloom.store.metrics import StoreMetrics
+from kvloom.store.url import split_tiers, with_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvloom.kv import ChunkKV
+    from kvloom.store.documents import Documents
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +37,10 @@ FORMAT_VERSION = 1  # of keys, and of files that neither codec nor cipher made; 
 
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8}
 _KEY = re.compile("[0-9a-f]{64}")
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
+
+
+class Unreachable(StoreError):
+    """The place where the store keeps its entries does not answer; another call may be answered."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,24 @@ class Rejection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TierStats:
+    """One tier of a store, and whether it is asked now."""
+
+    name: str
+    where: str
+    entries: int | None  # None: it does not answer
+    num_bytes: int | None
+    limit_bytes: int | None
+    breaker: str  # "closed", "half-open", or "open": not asked
+    failures: int  # calls in a row that failed or came too late
+    retry_in_s: float  # until it is asked again; 0 unless open
+    deadline_s: float | None  # the one given; None: priced
+    latency_s: float | None  # measured, of a request that finds nothing
+    bytes_per_s: float | None  # measured
+    detail: str = ""  # why it does not answer
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreStats:
     """What a store holds now, counted without reading the entries."""
 
@@ -59,6 +80,8 @@ class StoreStats:
     limit_bytes: int | None = None  # None: no bound of its own
     rejected: int = 0  # entries found wrong since this store was opened
     quarantined: int = 0  # entries found wrong by anyone and kept aside for inspection
+    pinned: int = 0  # entries that are never evicted
+    tiers: tuple[TierStats, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +103,15 @@ class Store(ABC):
     Keys are 64 lower-case hexadecimal characters (`chunk_key`); methods raise ``ValueError`` for any other.
     """
 
-    name: str  # set by `stores.register`
+    name: str = ""  # set by `stores.register`
     namespace: str = ""  # the tenant whose chunks it holds; `kvloom.store.namespace`
+    is_remote: ClassVar[bool] = False  # True: it may stop answering, so it is only asked with a deadline
+    is_immediate: ClassVar[bool] = False  # True: it never waits for anything, so it needs no deadline
 
     def __init__(self) -> None:
         self.rejections: list[Rejection] = []
+        self.metrics = StoreMetrics()
+        self.deadline_s: float | None = None  # the longest a request waits for it as a tier; None: priced
 
     @classmethod
     def from_url(cls, rest: str) -> Self:
@@ -118,6 +145,80 @@ class Store(ABC):
     def where(self) -> str:
         """The place, as messages name it."""
         return type(self).__name__
+
+    @property
+    def label(self) -> str:
+        """The kind of store, as lookups and metrics name it."""
+        return self.name or type(self).__name__
+
+    def lookup(self, key: str, *, num_tokens: int | None = None) -> Lookup:
+        """What `get` finds, with where it was or why it was not, and counted in the metrics.
+
+        A store of tiers prices its patience by `num_tokens`, the tokens that would be computed instead.
+        """
+        check_key(key)
+        start = time.perf_counter()
+        found = replace(self._find(key), seconds=time.perf_counter() - start)
+        self.metrics.looked_up(found)
+        return found
+
+    def _find(self, key: str) -> Lookup:
+        before = len(self.rejections)
+        kv = self.get(key)
+        if kv is not None:
+            return self._hit(key, kv, kv.num_bytes)
+        fault = next((found for found in self.rejections[before:] if found.key == key), None)
+        if fault is not None:
+            return self._miss(key, Miss.DAMAGED, fault.reason)
+        return self._miss(key, *self.absence(key))
+
+    def _hit(self, key: str, kv: ChunkKV, num_bytes: int) -> Lookup:
+        return Lookup(key=key, tier=self.label, kv=kv, num_bytes=num_bytes)
+
+    def _miss(self, key: str, reason: Miss, detail: str = "") -> Lookup:
+        return Lookup(key=key, tier=self.label, reason=reason, detail=detail)
+
+    def absence(self, key: str) -> tuple[Miss, str]:
+        """Why there is no such entry, as far as this store knows, and what completes the reason."""
+        check_key(key)
+        return Miss.UNKNOWN, ""
+
+    def set_prefill_speed(self, tokens_per_s: float) -> None:
+        """A store of tiers no longer waits for a chunk than computing it would take at this speed."""
+        if not tokens_per_s > 0:
+            raise ValueError(f"a prefill speed is more than 0 tokens a second, got {tokens_per_s}")
+
+    def use_metrics(self, metrics: StoreMetrics) -> None:
+        """From now on the store counts into `metrics`."""
+        self.metrics = metrics
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """What is being written in the background is written; False if that took longer."""
+        return True
+
+    def pin(self, key: str) -> bool:
+        """The entry is never evicted; False if there is none. Raises ``StoreError`` in a store without
+        pins.
+        """
+        raise StoreError(f"{self.where} pins nothing; use a disk store, as in disk:PATH?quota=200GiB")
+
+    def unpin(self, key: str) -> bool:
+        """The entry may be evicted again; False if it was not pinned."""
+        raise StoreError(f"{self.where} pins nothing; use a disk store, as in disk:PATH?quota=200GiB")
+
+    def is_pinned(self, key: str) -> bool:
+        """True if the entry is never evicted."""
+        check_key(key)
+        return False
+
+    def rebuild(self, progress: Callable[[int], None] | None = None) -> int:
+        """The index says what the entries say of themselves; returns their number."""
+        raise StoreError(f"{self.where} has no index to rebuild; only a disk store has one")
+
+    @property
+    def documents(self) -> Documents:
+        """Documents by name, and the chunks that are theirs."""
+        raise StoreError(f"{self.where} keeps no documents; use a disk store, such as disk:PATH")
 
     def contains(self, key: str) -> bool:
         """True if there is an entry; its contents are not read, so `get` may still find it wrong."""
@@ -189,20 +290,37 @@ class Store(ABC):
         self.rejections.append(rejection)
         fate = "set aside" if rejection.set_aside else "left in place"
         logger.warning("%s: entry %s %s; it is %s", self.where, rejection.key, rejection.reason, fate)
+        self.metrics.damaged(self.label)
 
 
 stores: Registry[Store] = Registry("store", "kvloom.store")
 
 
-def open_store(url: str | Store) -> Store:
+def open_store(url: str | Store, *, namespace: str | None = None) -> Store:
     """The store that a URL such as ``memory:4GiB`` or ``disk:~/chunks`` names; a `Store` comes back as it is.
 
-    Raises ``MethodError`` for a URL that names no store, ``StoreError`` for a store that cannot be opened.
+    URLs joined by commas make a store of tiers, as a single one does that may stop answering. A `namespace`
+    is that of each, as if all had the option. Raises ``MethodError`` for a URL that names no store,
+    ``StoreError`` for a store that cannot be opened.
     """
     if isinstance(url, Store):
+        if namespace not in (None, url.namespace):
+            raise MethodError(f"the store is open in namespace {url.namespace!r}, not in {namespace!r}")
         return url
     if not isinstance(url, str):
         raise MethodError(f"store {url!r} is neither text nor a Store; write 'disk:{url}'")
+    parts = split_tiers(url, stores)
+    if namespace is not None:
+        parts = [with_option(part, "namespace", namespace) for part in parts]
+    opened = [_open_one(part) for part in parts]
+    if len(opened) == 1 and not opened[0].is_remote and opened[0].deadline_s is None:
+        return opened[0]
+    from kvloom.store.tiers import TieredStore
+
+    return TieredStore(opened)
+
+
+def _open_one(url: str) -> Store:
     scheme, colon, rest = url.partition(":")
     if not colon and scheme in stores:
         raise MethodError(f"store {url!r} lacks its colon; write '{url}:'")
@@ -211,22 +329,6 @@ def open_store(url: str | Store) -> Store:
     if not colon or not scheme.isidentifier():
         raise MethodError(f"store {url!r} has no scheme; for a folder write 'disk:{url}'")
     return stores[scheme].from_url(rest)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as ``4GiB`` (2**32), ``500MB`` (500 * 10**6) or ``4096``; at least 1.
-
-    Units are B, kB, MB, GB, TB and KiB, MiB, GiB, TiB in any case. Raises ``MethodError`` for anything else.
-    """
-    match = _SIZE.fullmatch(text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise MethodError(f"size {text!r} is not a number with a unit; write for example 4GiB or 500MB")
-    # Integers only: a float would round sizes beyond 2**53.
-    whole, _, fraction = match[1].partition(".")
-    size = int(whole + fraction) * _UNITS[match[2]] // 10 ** len(fraction)
-    if size < 1:
-        raise MethodError(f"size {text!r} is less than one byte; write for example 4GiB or 500MB")
-    return size
 
 
 def check_key(key: str) -> None:
@@ -251,17 +353,16 @@ def chunk_key(
     """The key of a chunk's KV: SHA-256 over format version, fingerprint, header ids, chunk ids, the
     compressor if one dropped some of its rows, and the namespace if there is one; never over the codec.
 
-    `header_ids` and `chunk_ids` are (T,) of any signed integer type; raises ``ValueError`` for others.
+    What may be missing stands behind its name, so that no value of one passes for another. `header_ids` and `chunk_ids` are (T,) of any signed integer type; raises ``ValueError`` for others.
     """
     parts = [b"kvloom-chunk", str(FORMAT_VERSION).encode(), fingerprint.encode()]
     for name, ids in (("header_ids", header_ids), ("chunk_ids", chunk_ids)):
         if ids.ndim != 1 or ids.dtype not in _INTEGERS:
             raise ValueError(f"{name} must be (T,) integers, got {tuple(ids.shape)} of {ids.dtype}")
         parts.append(ids.detach().cpu().numpy().astype("<i8").tobytes())
-    if compressor:
-        parts.append(compressor.encode())
-    if namespace:
-        parts += [b"namespace", namespace.encode()]
+    for name, value in (("compressor", compressor), ("namespace", namespace)):
+        if value:
+            parts += [name.encode(), value.encode()]
     return hashlib.sha256(b"".join(fields(parts))).hexdigest()
 
 

@@ -27,3 +27,9 @@ def namespace_id(namespace: str) -> str:
     """32 lower-case hexadecimal characters: the name of its room, whatever characters it has."""
     check_namespace(namespace)
     return hashlib.sha256(b"".join(fields([b"kvloom-namespace", namespace.encode()]))).hexdigest()[:32]
+
+
+def parse_namespace(text: str) -> str:
+    """The namespace that an option names; raises ``MethodError``."""
+    check_namespace(text)
+    return text

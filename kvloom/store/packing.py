@@ -7,17 +7,26 @@ Any store that keeps bytes has one; what it reads does not depend on what it wri
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvloom.errors import MethodError
 from kvloom.store.codecs import RAW, Coding
 from kvloom.store.encryption import StoreKey, is_sealed, unseal
 from kvloom.store.format import UnreadableEntry, decode, decode_head, encode
+from kvloom.store.url import parse_bool
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Mapping
 
     from kvloom.kv import ChunkKV
+
+PACKING_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "codec": str,
+    "key_file": str,
+    "encrypted_only": parse_bool,
+}
+"""The options of every store that packs, and how each is read from text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,11 @@ class Packing:
         if encrypted_only and secret is None:
             raise MethodError("encrypted_only needs a key: give key_file=FILE or $KVLOOM_STORE_KEY")
         return cls(coding=coding, secret=secret, encrypted_only=encrypted_only)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """From those of a store's options that are for packing; raises as `of` does."""
+        return cls.of(**{name: options[name] for name in PACKING_OPTIONS if name in options})
 
     def pack(self, key: str, kv: ChunkKV) -> list[bytes | memoryview]:
         """The entry's bytes, in pieces; raises ``StoreError`` for a chunk that the codec cannot hold."""

@@ -81,7 +81,7 @@ def run(request: dict[str, Any]) -> None:
     if replacement in ("full_disk", "slow_disk"):
         os.fsync = {"full_disk": full_disk, "slow_disk": slow_disk}[replacement]
     elif replacement == "read_only":
-        importlib.import_module("kvloom.store.disk")._write = read_only
+        importlib.import_module("kvloom.store.disk").write_file = read_only
     elif replacement == "bug":
         importlib.import_module("kvloom.loom").Loom.index = bug
     elif replacement:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         (["--dtype", "int8"], "invalid value for '--dtype': "),
         (["--device", "cuda:99"], "device 'cuda:99' cannot be used here: "),
         (["--device", "gpu"], "device 'gpu' cannot be used here: "),
-        (["--store", "redis:x"], "unknown store 'redis'; "),
+        (["--store", "rediss:x"], "unknown store 'rediss'; did you mean 'redis'?"),
         (["--store", "here"], "store 'here' has no scheme; for a folder write 'disk:here'"),
     ],
 )

@@ -92,6 +92,24 @@ def test_an_answer_over_the_compressed_cache_which_is_compressed_itself(
     assert "compressed 1 time while it grew" in shown.stdout
 
 
+def test_steps_are_timed_over_either_cache(kvloom: Kvloom, tiny_model: Path, prompt: Path) -> None:
+    args = ("compress", prompt, "-m", tiny_model, "-c", "knorm", "-c", "infokv:window=8", "-o", "keep=0.25")
+    found = kvloom.ok(*args, "--steps", "3", "--json").json
+    tokens = found["prompt_tokens"]
+    for row, has_head in zip(found["methods"], (False, True), strict=True):
+        speed = row["speed"]
+        assert speed["full_bytes"] == (tokens + 5) * BYTES_PER_ROW, "three steps, and two to warm up"
+        assert speed["compressed_bytes"] == (tokens // 4 + 5) * BYTES_PER_ROW
+        assert (speed["head_s"] > 0) == has_head
+        assert min(speed[name] for name in ("full_ms", "compressed_ms", "prefill_s", "peak_bytes")) > 0
+    done = kvloom.ok(*args, "--steps", "3")
+    assert done.stderr == ""
+    assert "step ms" in done.stdout
+    assert "step ms" not in kvloom.ok(*args).stdout
+    sentence = kvloom.refused(*args, "--steps", "2000")
+    assert "2,002 steps follow, the model takes 2,048: shorten the prompt or ask for fewer --st" in sentence
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

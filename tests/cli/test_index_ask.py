@@ -255,3 +255,18 @@ def test_chunks_and_prompts_are_compressed(kvloom: Kvloom, tiny_model: Path, tex
     for wrong in ("knorm:keep=2", "knorn", "rpc"):
         for option in ("-c", "--chunk-compressor"):
             kvloom.refused(*args, option, wrong)
+
+
+def test_explain_says_of_each_chunk_where_it_was_or_why_not(
+    kvloom: Kvloom, tiny_model: Path, texts: Path
+) -> None:
+    args = ("ask", "Who built the bridge?", texts, "-m", tiny_model, "--max-new-tokens", "1")
+    first = kvloom.ok(*args, "--explain").stderr
+    assert first.count("miss, never stored") == 4  # the header and three chunks
+    assert kvloom.ok(*args, "--explain").stderr.count(": hit, disk, ") == 4
+    damaged = entries(kvloom.store)[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    told = kvloom.ok(*args, "--json").json["trace"]["lookups"]
+    assert sorted(found["hit"] for found in told) == [False, True, True, True]
+    (miss,) = [found for found in told if not found["hit"]]
+    assert (miss["key"], miss["reason"]) == (damaged.name.partition(".")[0], "damaged")

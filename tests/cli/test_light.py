@@ -35,10 +35,18 @@ COMMANDS = [
     "compress",
     "fidelity",
     "influence",
+    "recall",
+    "solve",
     "store",
     "store stats",
     "store list",
     "store rm",
+    "store add",
+    "store reindex",
+    "store show",
+    "store pin",
+    "store unpin",
+    "store rebuild",
     "store verify",
 ]
 

@@ -23,7 +23,7 @@ OPTIONS = {
         *MODEL,
         *("--selector -s", "--option -o", "--reorder", "--top", "--json"),
         *("--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--stop"),
-        *("--compressor -c", "--chunk-compressor"),
+        *("--compressor -c", "--chunk-compressor", "--explain"),
     },
     "verify": {
         "source",
@@ -50,7 +50,7 @@ OPTIONS = {
     },
     "compress": {
         *("file", "--model -m", "--compressor -c", "--option -o", "--plain", "--max-new-tokens"),
-        *("--decode-compressor -d", "--save", "--layers", "--dtype", "--device", "--json"),
+        *("--decode-compressor -d", "--save", "--steps", "--layers", "--dtype", "--device", "--json"),
     },
     "fidelity": {
         *("sets", "--out", "--model -m", "--compressor -c", "--keep", "--documents", "--prefix"),
@@ -60,11 +60,27 @@ OPTIONS = {
         *("sets", "--out", "--model -m", "--remove -r", "--share", "--direct", "--singles", "--window"),
         *("--documents", "--prefix", "--continuation", "--seed", "--data", "--dtype", "--device", "--json"),
     },
+    "recall": {
+        *("sets", "--out", "--model -m", "--compressor -c", "--keep", "--question -q", "--baseline"),
+        *("--limit", "--max-context", "--max-new-tokens", "--seed", "--data", "--dtype", "--device"),
+        "--json",
+    },
+    "solve": {
+        *("sets", "--out", "--model -m", "--decode-compressor -d", "--compressor -c", "--keep", "--every"),
+        *("--recent", "--max-new-tokens", "--baseline", "--limit", "--data", "--dtype", "--device"),
+        "--json",
+    },
     "demo": {"--questions", "--json"},
     "store": set(),
     "store stats": STORE,
-    "store list": STORE,
+    "store list": {"--documents", *STORE},
     "store rm": {"keys", "--all", "--yes", *STORE},
+    "store add": {"source", *MODEL, "--json"},
+    "store reindex": {"ids", *MODEL, "--json"},
+    "store show": {"name", *STORE},
+    "store pin": {"names", *STORE},
+    "store unpin": {"names", *STORE},
+    "store rebuild": STORE,
     "store verify": STORE,
 }
 

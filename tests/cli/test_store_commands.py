@@ -48,7 +48,10 @@ def test_stats_list_and_rm(kvloom: Kvloom, tiny_model: Path, texts: Path) -> Non
     )
     assert kvloom.refused("store", "rm", "ffffff0").startswith("no entry's key begins with 'ffffff0'; ")
     assert kvloom.refused("store", "rm", key, "--all", "--yes").startswith("name the entries to remove")
-    assert kvloom.ok("store", "rm", key[:6].upper(), key, "--json").json == {"removed": [key]}
+    assert kvloom.ok("store", "rm", key[:6].upper(), key, "--json").json == {
+        "removed": [key],
+        "documents": [],
+    }
     assert kvloom.ok("store", "stats", "--json").json["entries"] == 3
     assert kvloom.ok("store", "rm", "--all", "--yes").stdout == "3 entries removed\n"
     assert entries(kvloom.store) == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compressing import compressed, kept, prefilled
 from plain_forward import random_ids, rows_left, sets
-from tiny_models import DOCUMENTS, FAMILIES, QUESTION, build, loom_of
+from tiny_models import DOCUMENTS, FAMILIES, FLOAT32, QUESTION, build, difference, loom_of
 from torch import Tensor
 
 import kvloom.compressors
@@ -313,9 +313,9 @@ def test_a_score_that_fails_leaves_the_cache_whole(
 @pytest.mark.parametrize(
     ("name", "lacking"),
     [
-        ("infokv", "the last 8 queries"),
-        ("snapkv", "the last 8 queries"),
-        ("tova", "the last 1 queries"),
+        ("infokv", "its last queries"),
+        ("snapkv", "its last queries"),
+        ("tova", "its last queries"),
         ("h2o", "the attention of some queries"),
         ("expected_attention", "the moments of its queries"),
     ],
@@ -380,3 +380,27 @@ def test_scores_beyond_float16_do_not_overflow() -> None:
     talk.cache.layers[0].key_buffer.fill_(50.0)
     weights = CacheProbe(talk.cache, talk.observer).window(0, 1)
     assert torch.allclose(weights, torch.full((2, 2, 1, 40), 1 / 40))
+
+
+def test_a_window_larger_than_what_was_observed_is_what_was_observed(llama_loom: Loom) -> None:
+    """Of a context that another forward computed only the question's queries are known: snapkv scores by
+    these, and protects its whole window.
+    """
+    ids, num_asked = random_ids(60), 5
+    cache = llama_loom.decoder.new_cache(len(ids))
+    llama_loom.decoder.follow(ids[:-num_asked], cache)
+    method = as_compressor("snapkv", {"keep": 0.5, "window": 16, "kernel": 1})
+    observer = Observer(llama_loom.decoder, cache, method.records)
+    probe = CacheProbe(cache, observer)
+    with pytest.raises(MethodError, match="this cache lacks its last queries"):
+        probe.window(0, 16)
+    observer.run(ids[-num_asked:])
+    probe = CacheProbe(cache, observer)
+    whole = prefilled(llama_loom, ids, method)
+    expected = CacheProbe(whole.cache, whole.observer).window(1, 16)[:, :, -num_asked:]
+    assert probe.window(1, 16).shape == (2, 2, num_asked, 60)
+    assert difference(probe.window(1, 16), expected) < FLOAT32
+    score = method.score(probe, 1)
+    assert difference(score, expected.mean((1, 2)) * (torch.arange(60) < 44)) < FLOAT32
+    assert compress(method, cache, observer).kept == [30] * 3
+    assert rows_left(cache)[1][:, -16:].tolist() == [list(range(44, 60))] * 2

@@ -20,10 +20,11 @@ from plain_forward import (
     rows_left,
     sets,
 )
-from tiny_models import difference
+from tiny_models import FLOAT32, difference
 
 from kvloom.compressors import Compressor, as_compressor, compressors
 from kvloom.conversation import Conversation
+from kvloom.errors import MethodError
 from kvloom.trace import Trace
 
 if TYPE_CHECKING:
@@ -32,15 +33,9 @@ if TYPE_CHECKING:
     from kvloom.loom import Loom
 
 PROMPT, EVERY, RECENT = 16, 16, 4
+SCHEDULE = {"every": EVERY, "recent": RECENT}
 SECOND = EVERY // 2  # of two intervals, at keep 0.25
 NAMES = sorted(name for name in compressors if "decode" in compressors[name].phases)
-
-
-@pytest.fixture(autouse=True)
-def short_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
-        monkeypatch.setattr(compressors[name], "every", EVERY)
-        monkeypatch.setattr(compressors[name], "recent", RECENT)
 
 
 def grown(
@@ -49,6 +44,8 @@ def grown(
     """The answer ids[PROMPT:] stepped through; for each compression the rows there were and those left; and
     the logits of every step.
     """
+    if isinstance(method, str):
+        options = SCHEDULE | options
     method = as_compressor(method, options or None, phase="decode")
     talk = Conversation(loom.decoder, decode_compressor=method)
     talk.prefill(ids[:PROMPT])
@@ -62,10 +59,19 @@ def grown(
     return talk, drops, steps
 
 
-def test_the_schedules_are_those_of_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    known = {name: (compressors[name].every, compressors[name].recent) for name in NAMES}
+def test_the_schedules_are_those_of_the_papers() -> None:
+    built = {name: as_compressor(name, phase="decode") for name in NAMES}
+    known = {name: (method.every, method.recent) for name, method in built.items()}
     assert known == dict.fromkeys(NAMES, (1024, 32)) | {"r-kv": (128, 8)}
+
+
+def test_an_interval_belongs_to_answers_and_is_a_number_of_tokens() -> None:
+    with pytest.raises(MethodError, match="infokv: every is for answers while they grow, not for prompts"):
+        as_compressor("infokv", {"every": 64})
+    with pytest.raises(MethodError, match="rpc: recent is a whole number of at least 1, got 0"):
+        as_compressor("rpc", {"recent": 0}, phase="decode")
+    with pytest.raises(MethodError, match="compressor 'knorm' has no option 'every'"):
+        as_compressor("knorm", {"every": 64})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,13 +123,19 @@ def test_an_answer_that_ends_at_the_interval_is_not_compressed(llama_loom: Loom,
     for.
     """
     answer = llama_loom.generate(
-        random_ids(PROMPT), decode_compressor="rpc", decode_options={"keep": 0.5}, max_new_tokens=length
+        random_ids(PROMPT),
+        decode_compressor="rpc",
+        decode_options={"keep": 0.5, **SCHEDULE},
+        max_new_tokens=length,
     )
     assert len(answer.token_ids) == length
     assert answer.trace.compressions == []
     assert answer.token_ids == llama_loom.generate(random_ids(PROMPT), max_new_tokens=length).token_ids
     longer = llama_loom.generate(
-        random_ids(PROMPT), decode_compressor="rpc", decode_options={"keep": 0.5}, max_new_tokens=EVERY + 2
+        random_ids(PROMPT),
+        decode_compressor="rpc",
+        decode_options={"keep": 0.5, **SCHEDULE},
+        max_new_tokens=EVERY + 2,
     )
     assert [done["kept"] for done in longer.trace.compressions] == [[PROMPT + EVERY // 2 + RECENT] * 3]
 
@@ -248,7 +260,7 @@ def test_streaming_keeps_the_latest_and_random_by_its_seed(llama_loom: Loom) -> 
 
 def test_temperature_changes_neither_signals_nor_kept_rows(llama_loom: Loom) -> None:
     """Two answers of the same tokens, one greedy, one drawn at a temperature so low that it is greedy too."""
-    method = as_compressor("infokv", {"keep": 0.25}, phase="decode")
+    method = as_compressor("infokv", {"keep": 0.25, **SCHEDULE}, phase="decode")
     talks = []
     for temperature in (0.0, 1e-4):
         answer = llama_loom.generate(
@@ -273,7 +285,7 @@ def test_prompt_and_answer_are_both_compressed(llama_loom: Loom) -> None:
         compressor="infokv",
         options={"keep": 0.4, "window": 8},
         decode_compressor="infokv",
-        decode_options={"keep": 0.25, "heads": "kv"},
+        decode_options={"keep": 0.25, "heads": "kv", **SCHEDULE},
         max_new_tokens=EVERY + 6,
     )
     kept = [done["kept"] for done in answer.trace.compressions]
@@ -285,3 +297,20 @@ def test_prompt_and_answer_are_both_compressed(llama_loom: Loom) -> None:
     later = [rows[rows < 60 + EVERY].view(2, -1) for rows in left]
     expected = plain(llama_loom, whole, history(llama_loom, len(whole), [(60, prompt), (60 + EVERY, later)]))
     assert expected.logits[60:].argmax(-1).tolist() == tokens[1:].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_given_answer_at_once_is_one_step_for_each_token(llama_loom: Loom, name: str) -> None:
+    """In two calls, the second of which begins between two compressions."""
+    ids = random_ids(PROMPT + 2 * EVERY + 9, seed=3)
+    stepped, drops, steps = grown(llama_loom, ids, name, keep=0.25)
+    assert len(drops) == 2
+    method = as_compressor(name, {"keep": 0.25, **SCHEDULE}, phase="decode")
+    talk = Conversation(llama_loom.decoder, decode_compressor=method)
+    talk.prefill(ids[:PROMPT])
+    answer = ids[PROMPT:]
+    logits = torch.cat([talk.follow(answer[:21]), talk.follow(answer[21:])])
+    assert difference(logits, torch.stack(steps)) < FLOAT32
+    assert sets(rows_left(talk.cache)) == sets(rows_left(stepped.cache))
+    for signal, columns in talk.cache.side.items():
+        assert difference(columns, stepped.cache.side[signal]) < FLOAT32

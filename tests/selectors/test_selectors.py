@@ -309,7 +309,7 @@ def test_order_puts_the_chunk_with_the_highest_hit_rate_last() -> None:
     swapped = FakeProbe(torch.tensor([[0, 0, 9, 8, 7, 0, 0, 0, 0, 0, 0, 0]]).float().expand(4, -1))
     swapped.groups = [[0], [1]]
     assert InfoFlow(ratio=0.25).order(swapped) == [1, 0]  # type: ignore[arg-type]
-    assert swapped.asked == [(("norm",), "hl-tp", (1, 2, 3), "question")]
+    assert swapped.asked == [(("norm",), "hl-tp", (1, 2, 3), "suffix")]
     tied = FakeProbe(torch.tensor([[9, 8, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0]]).float().expand(4, -1))
     tied.spans, tied.groups = [range(3, 5), range(5, 8), range(8, 12)], [[0, 2], [1]]
     assert InfoFlow(ratio=0.25).order(tied) == [0, 2, 1], "ties keep their order, groups stay together"  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from kvloom.kv import ChunkKV
 from kvloom.store import DiskStore, chunk_key, open_store
 from kvloom.store.codecs import Coding, codecs
 from kvloom.store.format import DamagedEntry, NewerFormat, UnreadableEntry, decode, decode_head, encode
+from kvloom.store.packing import Packing
 
 pytest.importorskip("zstandard")
 KEY = chunk_key("model-a", torch.tensor([1, 2]), torch.tensor([3, -4]))
@@ -248,7 +249,7 @@ def test_numbers_that_the_codec_cannot_hold_are_refused():
 
 def test_a_store_reads_what_every_codec_wrote(tmp_path, make_chunk, make_key):
     for number, coding in enumerate(CODINGS):
-        store = DiskStore(tmp_path, codec=coding)
+        store = DiskStore(tmp_path, packing=Packing.of(codec=coding))
         store.put(make_key(number), make_chunk(1.0, tokens=9, dtype=torch.bfloat16))
         head = store.describe(make_key(number))
         assert head is not None
@@ -263,7 +264,7 @@ def test_a_store_reads_what_every_codec_wrote(tmp_path, make_chunk, make_key):
 
 
 def test_a_damaged_coded_entry_is_set_aside_and_an_unknown_codec_left(tmp_path, make_chunk, make_key):
-    store = DiskStore(tmp_path, codec="int8")
+    store = DiskStore(tmp_path, packing=Packing.of(codec="int8"))
     for number in range(2):
         store.put(make_key(number), make_chunk())
     damaged, foreign = (tmp_path / k[:2] / f"{k}.safetensors" for k in map(make_key, range(2)))

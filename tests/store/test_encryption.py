@@ -201,7 +201,7 @@ def test_another_tensor_is_damage(example):
 def test_a_wrong_key_is_a_miss_that_stays_and_says_which(
     tmp_path, key_file, make_key, make_chunk, assert_same
 ):
-    ours = DiskStore(tmp_path / "chunks", key_file=key_file)
+    ours = DiskStore(tmp_path / "chunks", packing=Packing.of(key_file=key_file))
     ours.put(make_key(0), make_chunk())
     path = path_of(ours, make_key(0))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -211,7 +211,7 @@ def test_a_wrong_key_is_a_miss_that_stays_and_says_which(
         ({"key_file": wrong}, f"is encrypted with the key {SECRET.id}, not with {OTHER.id}; give that as"),
         ({}, f"is encrypted with the key {SECRET.id}; give that as key_file=FILE or $KVLOOM_STORE_KEY"),
     ):
-        theirs = DiskStore(tmp_path / "chunks", **options)
+        theirs = DiskStore(tmp_path / "chunks", packing=Packing.of(**options))
         assert theirs.get(make_key(0)) is None
         assert theirs.get(make_key(0)) is None
         (rejection,) = theirs.rejections
@@ -228,7 +228,7 @@ def test_plain_entries_are_read_unless_only_encrypted_ones_count(
     tmp_path, key_file, make_key, make_chunk, assert_same
 ):
     DiskStore(tmp_path / "chunks").put(make_key(0), make_chunk())
-    assert_same(DiskStore(tmp_path / "chunks", key_file=key_file).get(make_key(0)), make_chunk())
+    assert_same(DiskStore(tmp_path / "chunks", packing=Packing.of(key_file=key_file)).get(make_key(0)), make_chunk())
     strict = open_store(f"disk:{tmp_path / 'chunks'}?key_file={key_file}&encrypted_only=true")
     assert strict.get(make_key(0)) is None
     (rejection,) = strict.rejections
@@ -258,7 +258,7 @@ def test_the_key_may_come_from_the_environment(tmp_path, monkeypatch, key_file, 
     assert head.is_encrypted
     monkeypatch.setenv(ENVIRONMENT, OTHER.secret.hex())
     assert DiskStore(tmp_path / "chunks").get(make_key(0)) is None
-    assert DiskStore(tmp_path / "chunks", key_file=key_file).get(make_key(0)) is not None
+    assert DiskStore(tmp_path / "chunks", packing=Packing.of(key_file=key_file)).get(make_key(0)) is not None
 
 
 @pytest.mark.parametrize("text", ["", "secret", "0" * 63, "0" * 65, "g" * 64, "schlüssel"])
@@ -268,7 +268,7 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path, monkeypatch, text):
     with pytest.raises(
         StoreError, match="is not a key of 64 hexadecimal characters; make one with"
     ) as caught:
-        DiskStore(tmp_path / "chunks", key_file=path)
+        DiskStore(tmp_path / "chunks", packing=Packing.of(key_file=path))
     assert not text or f" {text} " not in str(caught.value)
     monkeypatch.setenv(ENVIRONMENT, text)
     with pytest.raises(StoreError, match=r"\$KVLOOM_STORE_KEY is not a key"):
@@ -278,7 +278,7 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path, monkeypatch, text):
 
 def test_a_key_file_that_is_not_there(tmp_path):
     with pytest.raises(StoreError, match=r"cannot read the key file .*none.key: No such file"):
-        DiskStore(tmp_path, key_file=tmp_path / "none.key")
+        DiskStore(tmp_path, packing=Packing.of(key_file=tmp_path / "none.key"))
 
 
 def test_a_key_of_another_length_is_refused():
@@ -288,13 +288,13 @@ def test_a_key_of_another_length_is_refused():
 
 def test_encrypted_only_needs_a_key(tmp_path):
     with pytest.raises(MethodError, match="encrypted_only needs a key"):
-        DiskStore(tmp_path, encrypted_only=True)
+        DiskStore(tmp_path, packing=Packing.of(encrypted_only=True))
 
 
 def test_encryption_without_its_package(monkeypatch, tmp_path, key_file):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     with pytest.raises(MethodError, match=r"pip install 'kvloom\[crypto\]'"):
-        DiskStore(tmp_path, key_file=key_file)
+        DiskStore(tmp_path, packing=Packing.of(key_file=key_file))
 
 
 def test_an_entry_too_large_for_the_cipher_is_refused(monkeypatch, example):
@@ -304,7 +304,7 @@ def test_an_entry_too_large_for_the_cipher_is_refused(monkeypatch, example):
 
 
 def test_an_entry_damaged_on_disk_is_set_aside(tmp_path, key_file, make_key, make_chunk):
-    store = DiskStore(tmp_path / "chunks", key_file=key_file)
+    store = DiskStore(tmp_path / "chunks", packing=Packing.of(key_file=key_file))
     store.put(make_key(0), make_chunk())
     path = path_of(store, make_key(0))
     os.truncate(path, path.stat().st_size - 1)

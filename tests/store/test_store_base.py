@@ -163,7 +163,7 @@ def test_open_store_returns_a_store_as_it_is():
         ("", "write 'memory:' or 'disk:PATH'"),
         ("disc:/tmp/chunks", "unknown store 'disc'; did you mean 'disk'?"),
         ("Memory:", "unknown store 'Memory'; did you mean 'memory'?"),
-        ("xyzzy:1", "unknown store 'xyzzy'; there are: disk, memory"),
+        ("xyzzy:1", "unknown store 'xyzzy'; there are: disk, fsspec, memory, redis, tiers"),
         ("disk:", "store 'disk:' names no folder; write 'disk:PATH'"),
         ("memory:lots", "size 'lots' is not a number with a unit"),
         ("memory:0", "size '0' is less than one byte"),

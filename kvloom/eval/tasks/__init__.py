@@ -1,0 +1,1 @@
+"""Sets of tasks. One file per set, one registration in it."""
