@@ -353,7 +353,8 @@ def chunk_key(
     """The key of a chunk's KV: SHA-256 over format version, fingerprint, header ids, chunk ids, the
     compressor if one dropped some of its rows, and the namespace if there is one; never over the codec.
 
-    What may be missing stands behind its name, so that no value of one passes for another. `header_ids` and `chunk_ids` are (T,) of any signed integer type; raises ``ValueError`` for others.
+    What may be missing stands behind its name, so that no value of one passes for another. `header_ids` and
+    `chunk_ids` are (T,) of any signed integer type; raises ``ValueError`` for others.
     """
     parts = [b"kvloom-chunk", str(FORMAT_VERSION).encode(), fingerprint.encode()]
     for name, ids in (("header_ids", header_ids), ("chunk_ids", chunk_ids)):

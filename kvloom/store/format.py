@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+MAX_EXPANSION = 100  # times a coded file's own size; int4 of float64 with zstd behind it comes to some 20
+ALWAYS_BYTES = 64 * 2**20  # what any file may expand to
+
 _PLAIN_SPEC = re.compile(f"({'|'.join(FLOATS)}) ((?:0|[1-9][0-9]{{0,17}})(?:,(?:0|[1-9][0-9]{{0,17}})){{2}})")
 
 
@@ -74,7 +77,15 @@ def encode(key: str, kv: ChunkKV, coding: Coding = RAW) -> list[bytes | memoryvi
         coded |= {name: tensor} if kind is None else _encoded(name, kind, tensor, coding)
     plain = ";".join(_plain_text(tensor) for name, tensor in tensors.items() if _kind(name))
     metadata |= {"version": str(CODED), "codec": str(coding), "plain": plain}
-    return write(metadata, {name: coded[name] for name in sorted(coded)})
+    pieces = write(metadata, {name: coded[name] for name in sorted(coded)})
+    specs = {name: Spec(t.dtype, tuple(t.shape)) for name, t in tensors.items() if _kind(name)}
+    num_bytes, expanded = sum(map(len, pieces)), _expanded(specs, coding)
+    if not _may_expand(num_bytes, expanded):
+        raise StoreError(
+            f"the codec {coding} shrinks {expanded:,} bytes to {num_bytes:,}, more than readers believe; "
+            "use codec=raw, or mend the model"
+        )
+    return pieces
 
 
 def _encoded(name: str, kind: Kind, tensor: Tensor, coding: Coding) -> Mapping[str, Tensor]:
@@ -153,6 +164,8 @@ def _coded_tensors(
     coding = _coding_of(metadata["codec"])
     names = [name for name in _tensor_names(num_layers, has_rows=False) if _kind(name)]
     specs = dict(zip(names, _plain_specs(metadata["plain"], len(names)), strict=True))
+    expanded = _expanded(specs, coding)
+    require(_may_expand(len(content), expanded), f"{len(content)} bytes claim to expand to {expanded}")
     others = _tensor_names(num_layers, has_rows="rows.0" in extents)
     expected: dict[str, Spec | None] = {name: None for name in others if _kind(name) is None}
     for name, kind, spec in _with_kinds(specs):
@@ -169,6 +182,17 @@ def _coded_tensors(
         except ValueError as error:
             raise DamagedEntry(f"is damaged: {name}: {error}") from None
     return tensors
+
+
+def _expanded(specs: Mapping[str, Spec], coding: Coding) -> int:
+    """Bytes of the tensors and of the parts that they are made from."""
+    parts = [part for _, kind, spec in _with_kinds(specs) for part in coding.codec.parts(kind, spec).values()]
+    return sum(spec.num_bytes for spec in (*specs.values(), *parts))
+
+
+def _may_expand(num_bytes: int, expanded: int) -> bool:
+    """False for a file that would take memory far beyond its size, as no keys and values do."""
+    return expanded <= max(MAX_EXPANSION * num_bytes, ALWAYS_BYTES)
 
 
 def _check_part(extent: Extent, spec: Spec | None) -> None:

@@ -228,7 +228,9 @@ def test_plain_entries_are_read_unless_only_encrypted_ones_count(
     tmp_path, key_file, make_key, make_chunk, assert_same
 ):
     DiskStore(tmp_path / "chunks").put(make_key(0), make_chunk())
-    assert_same(DiskStore(tmp_path / "chunks", packing=Packing.of(key_file=key_file)).get(make_key(0)), make_chunk())
+    assert_same(
+        DiskStore(tmp_path / "chunks", packing=Packing.of(key_file=key_file)).get(make_key(0)), make_chunk()
+    )
     strict = open_store(f"disk:{tmp_path / 'chunks'}?key_file={key_file}&encrypted_only=true")
     assert strict.get(make_key(0)) is None
     (rejection,) = strict.rejections
