@@ -17,13 +17,16 @@ from hypothesis import strategies as st
 
 from kvloom.errors import MethodError, StoreError
 from kvloom.kv import ChunkKV
-from kvloom.store import DiskStore, chunk_key, open_store
+from kvloom.store import DiskStore, chunk_key, format, open_store
 from kvloom.store.codecs import Coding, codecs
+from kvloom.store.encryption import StoreKey
 from kvloom.store.format import DamagedEntry, NewerFormat, UnreadableEntry, decode, decode_head, encode
 from kvloom.store.packing import Packing
 
 pytest.importorskip("zstandard")
+pytest.importorskip("cryptography")
 KEY = chunk_key("model-a", torch.tensor([1, 2]), torch.tensor([3, -4]))
+SECRET = StoreKey(bytes(range(32)))
 CODINGS = [f"{name}{suffix}" for name in codecs for suffix in ("", "+zstd")]
 CODED = [text for text in CODINGS if text != "raw"]
 
@@ -124,6 +127,9 @@ def test_what_comes_back_is_within_the_bound_and_all_else_is_the_same(coding, kv
     head = decode_head(KEY, memoryview(content), len(content))
     assert (head.num_tokens, head.start, head.codec) == (kv.num_tokens, kv.start, coding)
     assert content == file_of(kv, coding)
+    packing = Packing(coding=Coding.parse(coding), secret=SECRET)
+    unsealed = packing.unpack(KEY, buffer(b"".join(packing.pack(KEY, kv))))
+    assert file_of(unsealed, "raw") == file_of(got, "raw")
 
 
 @settings(max_examples=25, deadline=None)
@@ -192,7 +198,7 @@ PLAIN_FAULT = "its dtypes and shapes are not those of its layers"
         ("__metadata__", {"plain": "F32 1,-2,1;BF16 1,2,2"}, PLAIN_FAULT),
         ("__metadata__", {"plain": "F32 1,2;BF16 1,2,2"}, PLAIN_FAULT),
         ("__metadata__", {"plain": ""}, PLAIN_FAULT),
-        ("__metadata__", {"plain": f"F32 {'9' * 18},2,1;BF16 1,2,2"}, "keys.0.codes is torch.uint8"),
+        ("__metadata__", {"plain": f"F32 {'9' * 18},2,1;BF16 1,2,2"}, "claim to expand to"),
         ("__metadata__", {"plain": "F32 1,3,1;BF16 1,2,2"}, "keys.0.codes is torch.uint8"),
         ("__metadata__", {"plain": "F32 1,2,1;BF16 1,2,3"}, "values.0.codes is torch.uint8"),
         ("__metadata__", {"num_layers": "2"}, "2 layers do not have 7 tensors|" + PLAIN_FAULT),
@@ -226,6 +232,36 @@ def test_a_frame_of_another_size_is_damage():
     header["__metadata__"]["plain"] = "F32 1,2,1;BF16 1,2,2"
     with pytest.raises(DamagedEntry, match=r"keys\.0: a part does not expand to the 8 bytes of its shape"):
         decode(KEY, buffer(sealed(header, tensors)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [
+        ((1, 2**33, 64), None),  # a frame that honestly holds what it says would still be a bomb
+        ((2**40, 2, 2**10), None),
+        ((2**31, 0, 2**31), "scale"),  # no numbers, and yet a scale for each channel
+    ],
+)
+def test_a_small_file_does_not_expand_without_bound(shape, part):
+    """It is refused before memory is asked for: none of these would fit in any."""
+    coding = "fp8+zstd" if part else "raw+zstd"
+    tokens = 0 if part else 2
+    empty = torch.zeros(1, tokens, 1)
+    kv = ChunkKV(torch.arange(tokens), (empty,), (empty,), fingerprint="model-a", start=2)
+    header, tensors = split(file_of(kv, coding))
+    header["__metadata__"]["plain"] = f"F32 {','.join(map(str, shape))};F32 1,{tokens},1"
+    with pytest.raises(DamagedEntry, match=r"^is damaged: [0-9]+ bytes claim to expand to [0-9]{12,}$"):
+        decode(KEY, buffer(sealed(header, tensors)))
+
+
+def test_what_readers_would_refuse_is_not_written(monkeypatch):
+    keys = (torch.zeros(1, 512, 512),)
+    kv = ChunkKV(torch.arange(512), keys, keys, fingerprint="m")
+    assert decode(KEY, buffer(file_of(kv, "raw+zstd"))).keys[0].equal(keys[0])
+    monkeypatch.setattr(format, "ALWAYS_BYTES", 2**20)
+    with pytest.raises(StoreError, match="more than readers believe; use codec=raw"):
+        file_of(kv, "raw+zstd")
+    file_of(kv, "int8")
 
 
 @pytest.mark.parametrize("codec", ["q3", "int8+lz4"])

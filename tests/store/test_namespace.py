@@ -38,6 +38,17 @@ def test_compressor_and_namespace_are_not_confused(compressor, namespace, other,
     assert (one == two) is ((compressor, namespace) == (other, other_namespace))
 
 
+@pytest.mark.parametrize("one", ["namespace", "compressor", "acme"])
+@pytest.mark.parametrize("other", ["namespace", "compressor", "acme"])
+def test_a_value_that_looks_like_a_name_is_none(one, other):
+    """A compressor called as the namespace's field is, and the other way round."""
+    keys = [
+        chunk_key("m", HEADER, CHUNK, compressor=compressor, namespace=namespace)
+        for compressor, namespace in {("", ""), (one, ""), ("", one), (one, other), (other, one)}
+    ]
+    assert len(set(keys)) == len(keys) == (5 if one != other else 4)
+
+
 def test_a_store_makes_keys_of_its_namespace(tmp_path):
     for name in (None, "acme"):
         store = DiskStore(tmp_path, namespace=name)

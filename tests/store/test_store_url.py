@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvloom.errors import MethodError
 from kvloom.store import DiskStore, MemoryStore, open_store
 from kvloom.store.tiers import TieredStore
-from kvloom.store.url import parse_duration, parse_seconds, split_options, split_tiers
+from kvloom.store.url import parse_duration, parse_seconds, split_options, split_tiers, with_option
 
 DISK = "codec, deadline, encrypted_only, key_file, namespace, quota, sweep_after"
 SCHEMES = {"memory", "disk", "redis", "fsspec"}
@@ -104,6 +104,30 @@ def test_options_come_back_as_they_were_quoted(options, place):
 
     query = f"?{urlencode(options, quote_via=quote)}" if options else ""
     assert split_options("disk", quote(place) + query) == (place, options)
+
+
+@pytest.mark.parametrize(
+    ("query", "options"),
+    [
+        ("codec=int8+zstd", {"codec": "int8+zstd"}),
+        ("codec=int8%2Bzstd&key_file=/a+b/c%20d", {"codec": "int8+zstd", "key_file": "/a+b/c d"}),
+        ("+=+", {"+": "+"}),
+    ],
+)
+def test_a_plus_is_a_plus(query, options):
+    assert split_options("disk", f"/a+b?{query}") == ("/a+b", options)
+
+
+@given(st.text(min_size=1), st.text(), st.text())
+def test_one_more_option(name, value, other):
+    from urllib.parse import quote
+
+    url = with_option("disk:/a", quote(name, safe=""), value)
+    assert split_options("disk", url) == ("disk:/a", {name: value})
+    if name != "other":
+        both = with_option(url, "other", other)
+        assert split_options("disk", both) == ("disk:/a", {name: value, "other": other})
+    assert split_tiers(url, SCHEMES) == [url]
 
 
 @given(st.text())
