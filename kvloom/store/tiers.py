@@ -49,7 +49,9 @@ class TieredStore(Store):
         if not flat:
             raise MethodError("a store of tiers needs at least one; write for example memory:4GiB,disk:PATH")
         if len({store.namespace for store in flat}) > 1:
-            found = ", ".join(f"{store.namespace or 'none'!r} for {store.label}" for store in flat)
+            found = ", ".join(
+                f"{repr(store.namespace) if store.namespace else 'none'} for {store.label}" for store in flat
+            )
             raise MethodError(f"tiers have one namespace in common, got {found}; give each the same")
         self.namespace = flat[0].namespace
         self.parts = flat

@@ -270,7 +270,7 @@ def test_tiers_have_one_namespace(tmp_path, make_chunk, make_key):
     with pytest.raises(MethodError) as caught:
         open_store(f"memory:,disk:{tmp_path}/kv?namespace=acme")
     assert str(caught.value) == (
-        "tiers have one namespace in common, got 'none' for memory, 'acme' for disk; give each the same"
+        "tiers have one namespace in common, got none for memory, 'acme' for disk; give each the same"
     )
     for url in (f"memory:1MiB,disk:{tmp_path}/kv?codec=int8", f"tiers:memory:1MiB,disk:{tmp_path}/kv"):
         again = open_store(url, namespace="acme")
