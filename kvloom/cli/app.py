@@ -33,6 +33,7 @@ from kvloom.cli.options import (
     GroupHelp,
     MethodOptions,
     Model,
+    Namespace,
     SelectorName,
     Source,
     StoreUrl,
@@ -109,6 +110,7 @@ def index(
     source: Source,
     model: Model = None,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     chunk_tokens: ChunkTokens = 1024,
     chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
@@ -123,7 +125,7 @@ def index(
     store = store_url(store, shared=True)
     compressor = session.build_compressor(chunk_compressor)
     documents, report = session.load_source(source)
-    loom = session.open_loom(name, store, chunk_tokens, dtype, device, compressor)
+    loom = session.open_loom(name, store, chunk_tokens, dtype, device, compressor, namespace=namespace)
     before = set(loom.store.keys())
     start = time.perf_counter()
     with Activity("indexing (tokens)") as activity:
@@ -179,6 +181,7 @@ def ask(
         ),
     ] = None,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     chunk_tokens: ChunkTokens = 1024,
     chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
@@ -209,7 +212,7 @@ def ask(
     dropping, chunk_dropping = map(session.build_compressor, (compressor, chunk_compressor))
     documents, _ = session.load_source(source)
     picked = session.pick(documents, question, top)
-    loom = session.open_loom(name, store, chunk_tokens, dtype, device, chunk_dropping)
+    loom = session.open_loom(name, store, chunk_tokens, dtype, device, chunk_dropping, namespace=namespace)
     chosen = session.fit_selector(loom, selector, option)
     with Activity("reading the documents"):
         stream = loom.stream(
