@@ -13,7 +13,6 @@ from kvloom.compressors.chunks import prefill_compressed
 from kvloom.errors import ContextTooLong, StoreError
 from kvloom.hf import Decoder, cat_ids
 from kvloom.prefill import packs, prefill
-from kvloom.store import Store, chunk_key
 from kvloom.store.lookup import Miss
 from kvloom.trace import Trace
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvloom.compressors import Compressor
     from kvloom.kv import ChunkKV
+    from kvloom.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ChunkSource:
     def key(self, header_ids: Tensor, chunk_ids: Tensor) -> str:
         """The store key of a chunk that was prefilled behind the header."""
         compressor = "" if self.compressor is None else repr(self.compressor)
-        return chunk_key(self.decoder.fingerprint, header_ids, chunk_ids, compressor=compressor)
+        return self.store.chunk_key(self.decoder.fingerprint, header_ids, chunk_ids, compressor=compressor)
 
     def _prefill(self, chunks: Sequence[Tensor], header: ChunkKV | None) -> Iterator[ChunkKV]:
         if self.compressor is None:
@@ -129,7 +129,7 @@ class ChunkSource:
     def _header(self, header_ids: Tensor, trace: Trace, *, must_store: bool = False) -> ChunkKV | None:
         if len(header_ids) == 0:
             return None
-        key = chunk_key(self.decoder.fingerprint, cat_ids([]), header_ids)
+        key = self.store.chunk_key(self.decoder.fingerprint, cat_ids([]), header_ids)
         kv = self._stored(key, header_ids, 0, trace)
         if kv is not None:
             trace.reused_tokens += kv.num_tokens

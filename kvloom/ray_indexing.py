@@ -17,6 +17,7 @@ from kvloom.errors import ClusterError, KVLoomError, MethodError, StoreError
 from kvloom.indexing import IndexedDocument, check_ids, index_documents
 from kvloom.prompt import Document, as_documents
 from kvloom.ray_cluster import connected, everywhere, import_ray, marked, sentence, shared_url, touch
+from kvloom.store.base import in_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -100,6 +101,7 @@ def index_with_ray(
     documents: Sequence[Document | str],
     *,
     store: str,
+    namespace: str | None = None,
     address: str = "local",
     workers: int | None = None,
     source: str = "",
@@ -111,11 +113,12 @@ def index_with_ray(
 ) -> RayReport:
     """Every document is indexed as by `kvloom.indexing.index_documents`, or named in `failed` with the cause.
 
-    `address` is a Ray cluster's, ``auto``, or ``local``: one of this machine, for this call; a cluster that
-    the process is connected to already is used as it is. There is a worker for each GPU of the cluster, or on
-    one without GPUs, or with device "cpu", one, or as many as `workers` says. `store` is a URL that all
-    machines can open; `model` is a hub name or a folder that all machines see. Documents that were indexed
-    before are skipped. A document is tried three times, on another worker if there is one.
+    `address` is a Ray cluster's, ``auto``, or ``local``: one of this machine, for this call; a cluster
+    that the process is connected to already is used as it is. There is a worker for each GPU of the
+    cluster, or on one without GPUs, or with device "cpu", one, or as many as `workers` says. `store` is a
+    URL that all machines can open, `namespace` the tenant's part of it; `model` is a hub name or a folder
+    that all machines see. Documents that were indexed before are skipped. A document is tried three
+    times, on another worker if there is one.
     `on_progress(done, total)` counts documents. Raises ``ClusterError`` for a cluster that cannot be reached
     or whose workers do not start, and what a worker raises that cannot make its model or store.
     """
@@ -124,7 +127,7 @@ def index_with_ray(
     ray = import_ray()
     if workers is not None and workers < 1:
         raise MethodError(f"workers must be at least 1, got {workers}")
-    url = shared_url(store)
+    url = in_namespace(shared_url(store), namespace)
     options = {
         "dtype": dtype,
         "device": device,

@@ -34,6 +34,7 @@ from kvloom.cli.options import (
     GroupHelp,
     MethodOptions,
     Model,
+    Namespace,
     SelectorName,
     Source,
     StoreUrl,
@@ -111,6 +112,7 @@ def index(
     source: Source,
     model: Model = None,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     chunk_tokens: ChunkTokens = 1024,
     chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
@@ -150,13 +152,13 @@ def index(
     documents, report = session.load_source(source)
     origin = indexing.origin(source)
     if ray is None:
-        loom = session.open_loom(name, store, chunk_tokens, dtype, device, compressor)
+        loom = session.open_loom(name, store, chunk_tokens, dtype, device, compressor, namespace=namespace)
         work = indexing.index(loom, {origin: documents})
     else:
         cluster = {"address": ray, "workers": ray_workers}
-        made_by = {"dtype": dtype, "device": device, "chunk_compressor": compressor}
+        made_by = {"dtype": dtype, "device": device, "chunk_compressor": compressor, "namespace": namespace}
         work = indexing.index_with_ray(name, documents, store, origin, chunk_tokens, cluster | made_by)
-    indexing.echo_chunks(work, report, stored.open_shared(store), json=json)
+    indexing.echo_chunks(work, report, stored.open_shared(store, namespace), json=json)
     if work.failed:
         raise typer.Exit(FAILURE)
 
@@ -200,6 +202,7 @@ def ask(
         ),
     ] = None,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     chunk_tokens: ChunkTokens = 1024,
     chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
@@ -230,7 +233,7 @@ def ask(
     dropping, chunk_dropping = map(session.build_compressor, (compressor, chunk_compressor))
     documents, _ = session.load_source(source)
     picked = session.pick(documents, question, top)
-    loom = session.open_loom(name, store, chunk_tokens, dtype, device, chunk_dropping)
+    loom = session.open_loom(name, store, chunk_tokens, dtype, device, chunk_dropping, namespace=namespace)
     chosen = session.fit_selector(loom, selector, option)
     with Activity("reading the documents"):
         stream = loom.stream(

@@ -92,7 +92,7 @@ def index_with_ray(
             indexed = f"{activity.done:,} of {count(len(documents), 'document')} are indexed"
             fail(f"interrupted: {indexed}; run the same command again to continue", INTERRUPTED)
     work = Work(report.indexed, [asdict(failure) for failure in report.failed], time.perf_counter() - start)
-    _remark_on(work, open_store(store))
+    _remark_on(work, open_store(store, namespace=options.get("namespace")))
     return work
 
 

@@ -13,6 +13,7 @@ from kvloom.cli.options import (
     Device,
     DtypeOption,
     Model,
+    Namespace,
     Source,
     StoreUrl,
     store_url,
@@ -39,6 +40,7 @@ def add(
     source: Source,
     model: Model = None,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     chunk_tokens: ChunkTokens = 1024,
     chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
@@ -53,8 +55,8 @@ def add(
     url = store_url(store, shared=True)
     compressor = session.build_compressor(chunk_compressor)
     documents, _ = session.load_source(source)
-    _ = open_shared(url).documents  # a store that keeps none says so before the model is loaded
-    loom = session.open_loom(name, url, chunk_tokens, dtype, device, compressor)
+    _ = open_shared(url, namespace).documents  # a store that keeps none says so before the model is loaded
+    loom = session.open_loom(name, url, chunk_tokens, dtype, device, compressor, namespace=namespace)
     indexing.echo_documents(indexing.index(loom, {indexing.origin(source): documents}), json=json)
 
 
@@ -64,6 +66,7 @@ def reindex(
     ] = None,
     model: Model = None,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     chunk_tokens: ChunkTokens = 1024,
     chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
@@ -77,9 +80,9 @@ def reindex(
     name = session.need_model(model)
     url = store_url(store, shared=True)
     compressor = session.build_compressor(chunk_compressor)
-    recorded = _documents(open_shared(url), ids)
+    recorded = _documents(open_shared(url, namespace), ids)
     wanted = _sources(recorded, is_named=bool(ids))
-    loom = session.open_loom(name, url, chunk_tokens, dtype, device, compressor)
+    loom = session.open_loom(name, url, chunk_tokens, dtype, device, compressor, namespace=namespace)
     indexing.echo_documents(indexing.index(loom, wanted), json=json)
 
 
@@ -91,10 +94,11 @@ def show(
         ),
     ],
     store: StoreUrl = None,
+    namespace: Namespace = None,
     json: AsJson = False,
 ) -> None:
     """Show a document and its chunks, or an entry; of what is not there, why."""
-    opened = open_shared(store)
+    opened = open_shared(store, namespace)
     document = find_document(opened, name)
     shown = _entry(opened, name) if document is None else _document(opened, document)
     if json:
@@ -111,19 +115,19 @@ def show(
             typer.echo(f"{field:<12} {text}")
 
 
-def pin(names: Names, store: StoreUrl = None, json: AsJson = False) -> None:
+def pin(names: Names, store: StoreUrl = None, namespace: Namespace = None, json: AsJson = False) -> None:
     """Keep entries, or all chunks of documents, from being evicted."""
-    _each(open_shared(store), names, "pinned", json)
+    _each(open_shared(store, namespace), names, "pinned", json)
 
 
-def unpin(names: Names, store: StoreUrl = None, json: AsJson = False) -> None:
+def unpin(names: Names, store: StoreUrl = None, namespace: Namespace = None, json: AsJson = False) -> None:
     """Let pinned entries be evicted again."""
-    _each(open_shared(store), names, "unpinned", json)
+    _each(open_shared(store, namespace), names, "unpinned", json)
 
 
-def rebuild(store: StoreUrl = None, json: AsJson = False) -> None:
+def rebuild(store: StoreUrl = None, namespace: Namespace = None, json: AsJson = False) -> None:
     """Make the index anew from what the files say of themselves."""
-    opened = open_shared(store)
+    opened = open_shared(store, namespace)
     start = time.perf_counter()
     with Activity("reading heads (entries)") as activity:
         entries = opened.rebuild(lambda done: activity.update(done, 0))
@@ -136,12 +140,12 @@ def rebuild(store: StoreUrl = None, json: AsJson = False) -> None:
         typer.echo(f"{entries:,} {noun} and {count(documents, 'document')} in the index")
 
 
-def open_shared(url: str | None) -> "Store":
-    """The store, which outlives this process."""
+def open_shared(url: str | None, namespace: str | None = None) -> "Store":
+    """The store, or its part for the namespace, which outlives this process."""
     url = store_url(url, shared=True)
     from kvloom.store import open_store
 
-    return open_store(url)
+    return open_store(url, namespace=namespace)
 
 
 def find_document(store: "Store", name: str) -> "StoredDocument | None":
@@ -237,6 +241,8 @@ def _entry(store: "Store", name: str) -> dict[str, Any]:
         "tokens": head.num_tokens,
         "size": size(head.num_bytes),
         "start": head.start,
+        "codec": head.codec,
+        "encrypted": head.is_encrypted,
         "model": head.fingerprint,
         "pinned": store.is_pinned(key),
         "documents": users,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 BUSY_S = 1.0  # the longest that a statement waits for another process
 ASLEEP_S = 10.0  # after a failure the index is left alone that long, so that it costs a second only once
 TOUCHES = 64  # so many last uses are written at once
@@ -32,7 +32,7 @@ _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR} 
 _SCHEMA = """
 CREATE TABLE chunks (
     key TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL, created REAL NOT NULL, last_used REAL NOT NULL,
-    num_tokens INTEGER, fingerprint TEXT, start INTEGER, pinned INTEGER NOT NULL DEFAULT 0
+    num_tokens INTEGER, fingerprint TEXT, start INTEGER, pinned INTEGER NOT NULL DEFAULT 0, codec TEXT
 ) WITHOUT ROWID;
 CREATE INDEX chunks_by_use ON chunks (pinned, last_used);
 CREATE TABLE totals (entries INTEGER NOT NULL, num_bytes INTEGER NOT NULL);
@@ -52,14 +52,14 @@ CREATE TABLE document_chunks (id TEXT NOT NULL, place INTEGER NOT NULL, key TEXT
 CREATE INDEX document_chunks_by_key ON document_chunks (key);
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
-_ROW = "key, num_bytes, created, last_used, num_tokens, fingerprint, start, pinned"
+_ROW = "key, num_bytes, created, last_used, num_tokens, fingerprint, start, pinned, codec"
 _UPSERT = f"""
-INSERT INTO chunks ({_ROW}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET
+INSERT INTO chunks ({_ROW}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET
     num_bytes = excluded.num_bytes, created = excluded.created,
     last_used = max(chunks.last_used, excluded.last_used),
     num_tokens = coalesce(excluded.num_tokens, num_tokens),
     fingerprint = coalesce(excluded.fingerprint, fingerprint), start = coalesce(excluded.start, start),
-    pinned = excluded.pinned
+    pinned = excluded.pinned, codec = coalesce(excluded.codec, codec)
 """
 
 T = TypeVar("T")
@@ -77,6 +77,7 @@ class IndexedChunk:
     fingerprint: str | None = None
     start: int | None = None
     pinned: bool = False
+    codec: str | None = None
 
     def row(self) -> tuple[object, ...]:
         return tuple(vars(self)[name] for name in _ROW.split(", "))
