@@ -174,7 +174,7 @@ def test_an_index_of_a_later_version_is_left_alone(store, make_chunk, make_key, 
     store.put(make_key(0), make_chunk())
     store.index.close()
     db = sqlite3.connect(store.path / "index.sqlite")
-    db.execute("PRAGMA user_version = 3")
+    db.execute("PRAGMA user_version = 4")
     db.commit()
     db.close()
     reopened = DiskStore(store.path, quota_bytes=10**6)
@@ -182,8 +182,8 @@ def test_an_index_of_a_later_version_is_left_alone(store, make_chunk, make_key, 
         reopened.put(make_key(1), make_chunk(2.0))
     assert_same(reopened.get(make_key(1)), make_chunk(2.0))
     assert reopened.index.num_bytes() is None
-    assert "its version is 3, beyond 2; update kvloom" in caplog.text
-    assert sqlite3.connect(store.path / "index.sqlite").execute("PRAGMA user_version").fetchone() == (3,)
+    assert "its version is 4, beyond 3; update kvloom" in caplog.text
+    assert sqlite3.connect(store.path / "index.sqlite").execute("PRAGMA user_version").fetchone() == (4,)
     assert reopened.absence(make_key(5))[0] is Miss.UNKNOWN
 
 
