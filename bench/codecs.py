@@ -29,7 +29,7 @@ from kvloom.errors import ContextTooLong
 from kvloom.eval import benchmark, metrics
 from kvloom.eval.comparison import SEED
 from kvloom.eval.journal import Journal, read_lines
-from kvloom.eval.runner import _gold_logits
+from kvloom.eval.runner import gold_logits
 from kvloom.eval.statistics import gap_closed, paired_difference
 from kvloom.store import MemoryStore
 from kvloom.store.codecs import Coding, codecs
@@ -90,7 +90,7 @@ def measure(
 
     def scored(store: MemoryStore, method: Selector) -> Tensor:
         loom.chunks = ChunkSource(loom.decoder, store)
-        logits = _gold_logits(loom, *loom.prepare(prompt, method, reserve=len(gold)), gold)
+        logits = gold_logits(loom, *loom.prepare(prompt, method, reserve=len(gold)), gold)
         assert not store.rejections, store.rejections
         return logits
 

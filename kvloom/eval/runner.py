@@ -231,14 +231,14 @@ def look(
     loom.index(documents)
     full_trace = Trace()
     full_cache, first = loom.prepare(prompt, Full(), reserve=reserve, trace=full_trace)
-    reference = _gold_logits(loom, full_cache, first, gold)
+    reference = gold_logits(loom, full_cache, first, gold)
     for method in methods:
         if method.selector.reuses:
             trace = Trace()
             cache, first = loom.prepare(
                 prompt, method.selector, reorder=method.reorder, reserve=reserve, trace=trace
             )
-            logits = _gold_logits(loom, cache, first, gold)
+            logits = gold_logits(loom, cache, first, gold)
         else:
             trace, cache, logits = full_trace, full_cache, reference
         kl = metrics.kl_per_token(reference, logits)
@@ -267,7 +267,7 @@ def look(
         )
 
 
-def _gold_logits(loom: Loom, cache: SplicedCache, first: Tensor, gold: Tensor) -> Tensor:
+def gold_logits(loom: Loom, cache: SplicedCache, first: Tensor, gold: Tensor) -> Tensor:
     """(A, V) float32 logits that predict each gold token (A,), the cache left as it was."""
     with cache.untouched():
         rest = loom.decoder.follow(gold[:-1], cache) if len(gold) > 1 else first[:0].view(0, len(first))

@@ -18,7 +18,7 @@ import torch
 
 from kvloom.errors import MethodError, StoreError
 from kvloom.registry import Registry
-from kvloom.store.lookup import Lookup, Miss
+from kvloom.store.lookup import DamagedEntry, Lookup, Miss
 from kvloom.store.metrics import StoreMetrics
 from kvloom.store.url import split_tiers, with_option
 
@@ -279,6 +279,14 @@ class Store(ABC):
     def _set_aside(self, key: str, reason: str) -> bool:
         """The entry is no longer served; True if it was there. Raises ``StoreError`` when it must stay."""
         return self.delete(key)
+
+    def _fault(self, key: str, error: Exception) -> tuple[Miss, str]:
+        """An entry that is there could not be used: noted, and moved aside if it is damaged."""
+        if isinstance(error, DamagedEntry):
+            self.reject(key, str(error))
+            return Miss.DAMAGED, str(error)
+        self._leave(key, str(error))
+        return Miss.UNREADABLE, str(error)
 
     def _leave(self, key: str, reason: str) -> None:
         """A miss that leaves the entry in place is remembered once, however often it is asked for."""

@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from kvloom.store.base import fields
+from kvloom.store.lookup import DamagedEntry, UnreadableEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -51,14 +52,6 @@ _KINDS_OF_METADATA = {
     ],
 }
 _DECIMAL = re.compile("0|[1-9][0-9]{0,17}")
-
-
-class DamagedEntry(Exception):
-    """The bytes are not what was written; the message completes "the entry ..."."""
-
-
-class UnreadableEntry(Exception):
-    """The bytes may be right but cannot be used here, so they stay; the message completes "the entry ..."."""
 
 
 class NewerFormat(UnreadableEntry):
@@ -106,7 +99,11 @@ def write(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> list[by
     return [len(text).to_bytes(8, "little") + text, *(contents[name] for name in file_order)]
 
 
-def read_header(content: memoryview) -> tuple[dict[str, Any], int]:
+Header = tuple[dict[str, Any], int]
+"""A file's header, and where its tensors begin."""
+
+
+def read_header(content: memoryview) -> Header:
     """The header, its metadata complete and of a version known here, and where the tensors begin."""
     require(len(content) >= 8, f"{len(content)} bytes are too few to be a chunk file")
     length = int.from_bytes(content[:8], "little")

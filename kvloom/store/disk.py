@@ -32,8 +32,8 @@ from kvloom.store.folder import (
 from kvloom.store.format import DamagedEntry, UnreadableEntry, decode_head
 from kvloom.store.index import ChunkIndex, IndexedChunk
 from kvloom.store.lookup import Lookup, Miss
-from kvloom.store.namespace import namespace_id, parse_namespace
-from kvloom.store.packing import PACKING_OPTIONS, Packing
+from kvloom.store.namespace import namespace_id
+from kvloom.store.packing import ENTRY_OPTIONS, Packing, entry_arguments
 from kvloom.store.url import parse_duration, parse_seconds, parse_size, read_options, split_options
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class DiskStore(Store):
     ) -> None:
         super().__init__()
         self.packing = Packing.of() if packing is None else packing
-        rooms = () if namespace is None else (NAMESPACES, namespace_id(namespace))
         self.namespace = namespace or ""
+        rooms = () if namespace is None else (NAMESPACES, namespace_id(namespace))
         try:
             self.path = Path(path).expanduser().absolute()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class DiskStore(Store):
         """
         path, given = split_options(cls.name, rest)
         readers = {"quota": parse_size, "sweep_after": parse_duration, "deadline": parse_seconds}
-        readers |= PACKING_OPTIONS | {"namespace": parse_namespace}
+        readers |= ENTRY_OPTIONS
         options = read_options(cls.name, given, readers)
         if not path:
             raise MethodError("store 'disk:' names no folder; write 'disk:PATH'")
@@ -101,8 +101,7 @@ class DiskStore(Store):
             path,
             quota_bytes=options.get("quota"),
             sweep_after_s=options.get("sweep_after", 3600.0),
-            packing=Packing.from_options(options),
-            namespace=options.get("namespace"),
+            **entry_arguments(options),
         )
         store.deadline_s = options.get("deadline")
         return store
@@ -141,13 +140,9 @@ class DiskStore(Store):
             return None
 
     def _fault(self, key: str, error: Exception) -> tuple[Miss, str]:
-        """A file that is there could not be used: noted, and moved aside if it is damaged."""
-        if isinstance(error, DamagedEntry):
-            self.reject(key, str(error))
-            return Miss.DAMAGED, str(error)
-        reason = f"cannot be read: {cause(error)}" if isinstance(error, OSError) else str(error)
-        self._leave(key, reason)
-        return Miss.UNREADABLE, reason
+        if isinstance(error, OSError):
+            error = UnreadableEntry(f"cannot be read: {cause(error)}")
+        return super()._fault(key, error)
 
     def absence(self, key: str) -> tuple[Miss, str]:
         check_key(key)

@@ -26,7 +26,6 @@ from kvloom.store.container import (
     check_cover,
     metadata_fields,
     read_extents,
-    read_header,
     require,
     write,
 )
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvloom.kv import ChunkKV
+    from kvloom.store.container import Header
 
 ENVIRONMENT = "KVLOOM_STORE_KEY"
 CIPHER = "aes-256-gcm"
@@ -117,17 +117,17 @@ class StoreKey:
         return write(metadata, {"sealed": torch.frombuffer(bytearray(sealed), dtype=torch.uint8)})
 
 
-def is_sealed(content: memoryview) -> bool:
-    """True if the file says that it is encrypted; raises as `kvloom.store.format.decode` does."""
-    return "cipher" in read_header(content)[0]["__metadata__"]
+def is_sealed(header: Header) -> bool:
+    """True if the file says that it is encrypted."""
+    return "cipher" in header[0]["__metadata__"]
 
 
-def unseal(content: memoryview, secret: StoreKey | None) -> memoryview:
-    """The plain file in an encrypted one, in memory of its own.
+def unseal(content: memoryview, read: Header, secret: StoreKey | None) -> memoryview:
+    """The plain file in an encrypted one, whose header was `read`, in memory of its own.
 
     Raises ``DamagedEntry`` for one that was changed, ``UnreadableEntry`` where it needs another key.
     """
-    header, data_begin = read_header(content)
+    header, data_begin = read
     metadata = header["__metadata__"]
     extents = read_extents(header, data_begin)
     require(set(extents) == {"sealed"}, "its tensors are not those of an encrypted entry")

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvloom.store.container import Header
+
 MAX_EXPANSION = 100  # times a coded file's own size; int4 of float64 with zstd behind it comes to some 20
 ALWAYS_BYTES = 64 * 2**20  # what any file may expand to
 
@@ -98,14 +100,14 @@ def _encoded(name: str, kind: Kind, tensor: Tensor, coding: Coding) -> Mapping[s
     return {f"{name}.{part}": made for part, made in parts.items()}
 
 
-def decode(key: str, content: memoryview) -> ChunkKV:
+def decode(key: str, content: memoryview, read: Header | None = None) -> ChunkKV:
     """The chunk whose file is `content` (writable bytes); its tensors share that memory where no codec made
-    them.
+    them. Who has `read` the header gives it, so that it is read once.
 
     Every byte has been checked: raises ``DamagedEntry``, or ``UnreadableEntry`` for a file that may be right
     but cannot be read here: of a later format version, encrypted, or of a codec that is not installed.
     """
-    header, data_begin = read_header(content)
+    header, data_begin = read or read_header(content)
     metadata = header["__metadata__"]
     _check_key(metadata, key)
     if "cipher" in metadata:

@@ -21,8 +21,8 @@ from kvloom.store.base import EntryHead, Store, Unreachable, check_key, is_key, 
 from kvloom.store.folder import NAMESPACES, SUFFIX, entry_name
 from kvloom.store.format import DamagedEntry, UnreadableEntry, decode_head, head_bytes
 from kvloom.store.lookup import Lookup, Miss
-from kvloom.store.namespace import namespace_id, parse_namespace
-from kvloom.store.packing import PACKING_OPTIONS, Packing
+from kvloom.store.namespace import namespace_id
+from kvloom.store.packing import ENTRY_OPTIONS, Packing, entry_arguments
 from kvloom.store.url import parse_seconds, read_options, split_options
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class FsspecStore(Store):
     ) -> None:
         super().__init__()
         self.packing = Packing.of() if packing is None else packing
-        room = "" if namespace is None else f"/{NAMESPACES}/{namespace_id(namespace)}"
         self.namespace = namespace or ""
+        room = "" if namespace is None else f"/{NAMESPACES}/{namespace_id(namespace)}"
         try:
             import fsspec
         except ImportError:
@@ -85,10 +85,8 @@ class FsspecStore(Store):
             )
         own = {name: value for name, value in given.items() if not name.startswith(OPTION)}
         for_fs = {name.removeprefix(OPTION): given[name] for name in given.keys() - own.keys()}
-        readers = PACKING_OPTIONS | {"deadline": parse_seconds, "namespace": parse_namespace}
-        options = read_options(cls.name, own, readers)
-        packing, namespace = Packing.from_options(options), options.get("namespace")
-        store = cls(place, for_fs, packing=packing, namespace=namespace)
+        options = read_options(cls.name, own, ENTRY_OPTIONS | {"deadline": parse_seconds})
+        store = cls(place, for_fs, **entry_arguments(options))
         store.deadline_s = options.get("deadline")
         return store
 
@@ -111,12 +109,8 @@ class FsspecStore(Store):
             return self._miss(key, *self.absence(key))
         except Unreachable as error:
             return self._miss(key, Miss.DOWN, str(error))
-        except UnreadableEntry as error:
-            self._leave(key, str(error))
-            return self._miss(key, Miss.UNREADABLE, str(error))
-        except DamagedEntry as error:
-            self.reject(key, str(error))
-            return self._miss(key, Miss.DAMAGED, str(error))
+        except (UnreadableEntry, DamagedEntry) as error:
+            return self._miss(key, *self._fault(key, error))
 
     def put(self, key: str, kv: ChunkKV) -> None:
         start = time.perf_counter()
@@ -181,11 +175,9 @@ class FsspecStore(Store):
             return decode_head(key, memoryview(head), num_bytes)
         except FileNotFoundError:
             return None
-        except UnreadableEntry as error:
-            self._leave(key, str(error))
-        except DamagedEntry as error:
-            self.reject(key, str(error))
-        return None
+        except (UnreadableEntry, DamagedEntry) as error:
+            self._fault(key, error)
+            return None
 
     def _file(self, key: str) -> str:
         check_key(key)

@@ -12,7 +12,7 @@ from kvloom.errors import MethodError
 from kvloom.store.base import Store, StoreStats, check_key, stores
 from kvloom.store.documents import MemoryDocuments
 from kvloom.store.lookup import Lookup, Miss
-from kvloom.store.namespace import check_namespace, parse_namespace
+from kvloom.store.namespace import parse_namespace
 from kvloom.store.packing import PACKING_OPTIONS
 from kvloom.store.url import parse_size, read_options, split_options
 
@@ -35,9 +35,7 @@ class MemoryStore(Store):
 
     def __init__(self, limit_bytes: int = 4 * 2**30, *, namespace: str | None = None) -> None:
         super().__init__()
-        if namespace is not None:
-            check_namespace(namespace)
-        self.namespace = namespace or ""
+        self.namespace = "" if namespace is None else parse_namespace(namespace)
         if limit_bytes < 1:
             raise MethodError(f"a memory store of {limit_bytes} bytes holds nothing; give at least 1")
         self.limit_bytes = limit_bytes

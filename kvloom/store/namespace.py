@@ -14,22 +14,17 @@ from kvloom.store.base import fields
 MAX_CHARACTERS = 200
 
 
-def check_namespace(namespace: str) -> None:
-    """Raises ``MethodError`` unless it is printable text of 1 to 200 characters."""
-    if not namespace or len(namespace) > MAX_CHARACTERS or not namespace.isprintable():
+def parse_namespace(text: str) -> str:
+    """The text, which must be printable, of 1 to 200 characters; raises ``MethodError``."""
+    if not text or len(text) > MAX_CHARACTERS or not text.isprintable():
         raise MethodError(
-            f"namespace {namespace!r} is not printable text of 1 to {MAX_CHARACTERS} characters; "
+            f"namespace {text!r} is not printable text of 1 to {MAX_CHARACTERS} characters; "
             "write for example namespace=acme"
         )
+    return text
 
 
 def namespace_id(namespace: str) -> str:
     """32 lower-case hexadecimal characters: the name of its room, whatever characters it has."""
-    check_namespace(namespace)
-    return hashlib.sha256(b"".join(fields([b"kvloom-namespace", namespace.encode()]))).hexdigest()[:32]
-
-
-def parse_namespace(text: str) -> str:
-    """The namespace that an option names; raises ``MethodError``."""
-    check_namespace(text)
-    return text
+    parts = [b"kvloom-namespace", parse_namespace(namespace).encode()]
+    return hashlib.sha256(b"".join(fields(parts))).hexdigest()[:32]

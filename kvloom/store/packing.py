@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvloom.errors import MethodError
 from kvloom.store.codecs import RAW, Coding
+from kvloom.store.container import read_header
 from kvloom.store.encryption import StoreKey, is_sealed, unseal
 from kvloom.store.format import UnreadableEntry, decode, decode_head, encode
+from kvloom.store.namespace import parse_namespace
 from kvloom.store.url import parse_bool
 
 if TYPE_CHECKING:
@@ -26,7 +28,15 @@ PACKING_OPTIONS: dict[str, Callable[[str], Any]] = {
     "key_file": str,
     "encrypted_only": parse_bool,
 }
-"""The options of every store that packs, and how each is read from text."""
+"""What a packing is made from, and how each is read from text."""
+
+ENTRY_OPTIONS = PACKING_OPTIONS | {"namespace": parse_namespace}
+"""The options of every store that packs."""
+
+
+def entry_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a store is made with for those of its options; raises as `Packing.of` does."""
+    return {"packing": Packing.from_options(options), "namespace": options.get("namespace")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +83,10 @@ class Packing:
         right but is not for this store: of a later version, another key, a codec that is not installed, or
         in clear where only encrypted ones count.
         """
-        if not is_sealed(content):
+        header = read_header(content)
+        if not is_sealed(header):
             if self.encrypted_only:
                 raise UnreadableEntry("is not encrypted, and the store takes no other (encrypted_only)")
-            return decode(key, content)
+            return decode(key, content, header)
         decode_head(key, content, len(content))
-        return decode(key, unseal(content, self.secret))
+        return decode(key, unseal(content, header, self.secret))

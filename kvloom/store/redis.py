@@ -19,8 +19,8 @@ from kvloom.store.base import EntryHead, Store, StoreStats, Unreachable, check_k
 from kvloom.store.container import MAX_HEADER_BYTES
 from kvloom.store.format import DamagedEntry, UnreadableEntry, decode_head, head_bytes
 from kvloom.store.lookup import Lookup, Miss
-from kvloom.store.namespace import namespace_id, parse_namespace
-from kvloom.store.packing import PACKING_OPTIONS, Packing
+from kvloom.store.namespace import namespace_id
+from kvloom.store.packing import ENTRY_OPTIONS, Packing, entry_arguments
 from kvloom.store.url import parse_bool, parse_seconds, read_options, split_options
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class RedisStore(Store):
         namespace: str | None = None,
     ) -> None:
         super().__init__()
+        self.packing = Packing.of() if packing is None else packing
+        self.namespace = namespace or ""
         try:
             import redis
             from redis import exceptions
@@ -71,8 +73,6 @@ class RedisStore(Store):
         self._failures = exceptions.ConnectionError, exceptions.TimeoutError, OSError
         self._refusals = exceptions.RedisError
         self._where = f"redis://{host}:{port}/{database}"
-        self.packing = Packing.of() if packing is None else packing
-        self.namespace = namespace or ""
         self._prefix = prefix if namespace is None else f"{prefix}{namespace_id(namespace)}:"
         # One try: whether and when to ask again is the breaker's to say.
         self._client: Any = redis.Redis(
@@ -93,7 +93,7 @@ class RedisStore(Store):
         a namespace, and how entries are packed.
         """
         readers = {"prefix": str, "timeout": parse_seconds, "tls": parse_bool, "deadline": parse_seconds}
-        readers |= PACKING_OPTIONS | {"namespace": parse_namespace}
+        readers |= ENTRY_OPTIONS
         place, mark, query = rest.partition("?")
         options = read_options(cls.name, split_options(cls.name, f"{mark}{query}")[1], readers)
         wanted = "write for example redis://localhost:6379/0"
@@ -114,8 +114,7 @@ class RedisStore(Store):
             username=unquote(parts.username) if parts.username else None,
             password=unquote(parts.password) if parts.password else None,
             tls=options.get("tls", False),
-            packing=Packing.from_options(options),
-            namespace=options.get("namespace"),
+            **entry_arguments(options),
         )
         store.deadline_s = options.get("deadline")
         return store
@@ -141,12 +140,8 @@ class RedisStore(Store):
         try:
             writable = numpy.frombuffer(content, dtype=numpy.uint8).copy().data
             return self._hit(key, self.packing.unpack(key, writable), len(content))
-        except UnreadableEntry as error:
-            self._leave(key, str(error))
-            return self._miss(key, Miss.UNREADABLE, str(error))
-        except DamagedEntry as error:
-            self.reject(key, str(error))
-            return self._miss(key, Miss.DAMAGED, str(error))
+        except (UnreadableEntry, DamagedEntry) as error:
+            return self._miss(key, *self._fault(key, error))
 
     def put(self, key: str, kv: ChunkKV) -> None:
         start = time.perf_counter()
@@ -186,11 +181,9 @@ class RedisStore(Store):
             return None
         try:
             return decode_head(key, memoryview(beginning), num_bytes)
-        except UnreadableEntry as error:
-            self._leave(key, str(error))
-        except DamagedEntry as error:
-            self.reject(key, str(error))
-        return None
+        except (UnreadableEntry, DamagedEntry) as error:
+            self._fault(key, error)
+            return None
 
     def stats(self) -> StoreStats:
         """What the server holds under the prefix; its bytes are not asked for."""

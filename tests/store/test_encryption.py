@@ -16,6 +16,7 @@ import xxhash
 from kvloom.errors import MethodError, StoreError
 from kvloom.store import DiskStore, chunk_key, open_store
 from kvloom.store import encryption as encryption_module
+from kvloom.store.container import read_header
 from kvloom.store.encryption import ENVIRONMENT, StoreKey, unseal
 from kvloom.store.format import DamagedEntry, UnreadableEntry
 from kvloom.store.packing import Packing
@@ -193,9 +194,9 @@ def test_another_cipher_is_no_damage(example):
 
 
 def test_another_tensor_is_damage(example):
-    content = file_of(example).replace(b'"sealed":', b'"stored":')
+    content = buffer(file_of(example).replace(b'"sealed":', b'"stored":'))
     with pytest.raises(DamagedEntry, match="its tensors are not those of an encrypted entry"):
-        unseal(buffer(content), SECRET)
+        unseal(content, read_header(content), SECRET)
 
 
 def test_a_wrong_key_is_a_miss_that_stays_and_says_which(

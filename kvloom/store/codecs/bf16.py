@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @codecs.register("bf16")
 @dataclass(frozen=True)
 class BF16(Codec):
-    """Half the bytes of float32. Error: at most 2**-8 of the number, or 2**-134; none for bfloat16 itself.
+    """Half the bytes of float32. Error: at most 2**-8 of the number, or 2**-134 (2**-150 more for float64,
+    which is rounded twice); none for bfloat16 itself.
 
     Numbers beyond bfloat16's largest become that, which is within the same 2**-8 for float32.
     """
@@ -41,5 +42,6 @@ class BF16(Codec):
     def bound(self, kind: Kind, tensor: Tensor) -> Tensor:
         if tensor.dtype == torch.bfloat16:
             return torch.zeros(tensor.shape, dtype=torch.float64)
-        # 2**-32: float64 is rounded to float32 on the way.
-        return (tensor.double().abs() * (2.0**-8 + 2.0**-32)).clamp(min=2.0**-134)
+        # float64 is rounded to float32 on the way, by 2**-32 of the number or by 2**-150.
+        smallest = 2.0**-134 + (2.0**-150 if tensor.dtype == torch.float64 else 0.0)
+        return (tensor.double().abs() * (2.0**-8 + 2.0**-32)).clamp(min=smallest)

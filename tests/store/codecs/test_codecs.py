@@ -7,7 +7,7 @@ import pkgutil
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvloom.store.codecs
@@ -46,6 +46,9 @@ def spec_of(tensor):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40, deadline=None)
 @given(tensor=tensors())
+@example(
+    tensor=torch.full((1, 1, 1), 2.0**-134 + 2.0**-160, dtype=torch.float64)
+)  # half a bfloat16, and more
 def test_no_number_is_farther_off_than_the_bound(name, kind, tensor):
     codec = codecs.build(name)
     parts = codec.encode(kind, tensor)
