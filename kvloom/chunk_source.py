@@ -13,17 +13,17 @@ from kvloom.compressors.chunks import prefill_compressed
 from kvloom.errors import ContextTooLong, StoreError
 from kvloom.hf import Decoder, cat_ids
 from kvloom.prefill import packs, prefill
-from kvloom.store import Store, chunk_key
 from kvloom.store.lookup import Miss
 from kvloom.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from kvloom.compressors import Compressor
     from kvloom.kv import ChunkKV
+    from kvloom.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ChunkSource:
     def key(self, header_ids: Tensor, chunk_ids: Tensor) -> str:
         """The store key of a chunk that was prefilled behind the header."""
         compressor = "" if self.compressor is None else repr(self.compressor)
-        return chunk_key(self.decoder.fingerprint, header_ids, chunk_ids, compressor=compressor)
+        return self.store.chunk_key(self.decoder.fingerprint, header_ids, chunk_ids, compressor=compressor)
 
     def _prefill(self, chunks: Sequence[Tensor], header: ChunkKV | None) -> Iterator[ChunkKV]:
         if self.compressor is None:
@@ -51,45 +51,37 @@ class ChunkSource:
         header_ids = cat_ids([]) if header is None else header.token_ids
         return prefill_compressed(self.decoder, chunks, header_ids, self.compressor)
 
-    def index(
-        self,
-        header_ids: Tensor,
-        chunks: Sequence[Tensor],
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[str]:
-        """Stores every chunk that is not stored yet, each once; returns the chunks' keys in order.
-
-        A chunk is stored as soon as it is computed, so an interrupted run continues where it stopped.
-        `on_progress(done, total)` counts the tokens to compute. Raises ``StoreError`` when the store cannot
-        be written, and ``ContextTooLong``, before any work, for a chunk that the model cannot take.
-        """
+    def check_lengths(self, header_ids: Tensor, chunks: Sequence[Tensor]) -> None:
+        """Raises ``ContextTooLong`` for a chunk that the model cannot take behind the header."""
         longest, limit = len(header_ids) + max(map(len, chunks)), self.decoder.max_length
         if limit is not None and longest > limit:
             raise ContextTooLong(
                 f"a chunk has {longest:,} tokens with the prompt's header, model takes {limit:,}: "
                 "give a smaller chunk_tokens"
             )
-        keys = [self.key(header_ids, ids) for ids in chunks]
-        missing = {key: ids for key, ids in zip(keys, chunks, strict=True) if key not in self.store}
-        total, done = sum(map(len, missing.values())), 0
-        if on_progress is not None:
-            on_progress(0, total)
-        if missing:
-            header = self._header(header_ids, Trace(), must_store=True)
-            names = list(missing)
-            for pack in packs([len(ids) for ids in missing.values()]):
-                here = {names[place]: missing[names[place]] for place in pack}
-                left = {key: ids for key, ids in here.items() if key not in self.store}
-                if len(left) < len(here):  # another process stored some meanwhile
-                    done += sum(len(ids) for key, ids in here.items() if key not in left)
-                    if on_progress is not None:
-                        on_progress(done, total)
-                for key, kv in zip(left, self._prefill(list(left.values()), header), strict=True):
-                    self.store.put(key, kv)
-                    done += kv.num_tokens
-                    if on_progress is not None:
-                        on_progress(done, total)
-        return keys
+
+    def compute(
+        self, header_ids: Tensor, chunks: Mapping[str, Tensor], on_done: Callable[[int], None] | None = None
+    ) -> None:
+        """The chunks, token ids (T,) under their keys, are stored, and so is the header.
+
+        One that another process stores meanwhile is not computed. A chunk is stored as soon as it is
+        computed, so an interrupted run continues where it stopped; `on_done` gets its tokens. Raises
+        ``StoreError`` when the store cannot be written.
+        """
+        if not chunks:
+            return
+        header = self._header(header_ids, Trace(), must_store=True)
+        names = list(chunks)
+        for pack in packs([len(ids) for ids in chunks.values()]):
+            here = {names[place]: chunks[names[place]] for place in pack}
+            left = {key: ids for key, ids in here.items() if key not in self.store}
+            if on_done is not None and len(left) < len(here):
+                on_done(sum(len(ids) for key, ids in here.items() if key not in left))
+            for key, kv in zip(left, self._prefill(list(left.values()), header), strict=True):
+                self.store.put(key, kv)
+                if on_done is not None:
+                    on_done(kv.num_tokens)
 
     def supply(
         self, header_ids: Tensor, behind: Tensor, chunks: Sequence[Tensor], trace: Trace
@@ -137,7 +129,7 @@ class ChunkSource:
     def _header(self, header_ids: Tensor, trace: Trace, *, must_store: bool = False) -> ChunkKV | None:
         if len(header_ids) == 0:
             return None
-        key = chunk_key(self.decoder.fingerprint, cat_ids([]), header_ids)
+        key = self.store.chunk_key(self.decoder.fingerprint, cat_ids([]), header_ids)
         kv = self._stored(key, header_ids, 0, trace)
         if kv is not None:
             trace.reused_tokens += kv.num_tokens

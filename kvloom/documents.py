@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from kvloom.errors import DocumentError
 from kvloom.prompt import Document, is_unicode
+from kvloom.store.documents import as_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,7 +98,7 @@ class _Loader:
         if path.is_dir():
             for file in self.files(path):
                 if file.suffix.lower() in EXTENSIONS:
-                    yield from self.from_file(file, file.relative_to(path).as_posix())
+                    yield from self.from_file(file, as_id(file.relative_to(path).as_posix()))
                 else:
                     self.report.num_other += 1
         elif not path.exists():
@@ -105,7 +106,7 @@ class _Loader:
         elif path.suffix.lower() not in EXTENSIONS:
             raise DocumentError(f"{path} is not one of {', '.join(EXTENSIONS)}; rename or convert it")
         else:
-            yield from self.from_file(path, path.name)
+            yield from self.from_file(path, as_id(path.name))
 
     def files(self, folder: Path) -> list[Path]:
         """All files below `folder` that are not hidden, sorted by path; each folder is entered once."""
@@ -206,7 +207,8 @@ class _Loader:
         if not text.strip():
             self.report.skipped.append((place, 'has an empty "text"'))
             return
-        yield Document(text, name if own_id is None else str(own_id), title or None)
+        id = as_id("" if own_id is None else str(own_id))
+        yield Document(text, id if id.strip() else name, title or None)
 
 
 def _normal(text: str) -> str:

@@ -9,6 +9,7 @@ KVLoomError
 ├── MethodError           unknown method or option, or a value out of range  (also a ValueError)
 ├── EvalError             an evaluation set or the folder of a run cannot be used  (also a ValueError)
 ├── ProfileError          a model's saved profile cannot be read or written
+├── ClusterError          a Ray cluster cannot be used, or its workers do not start
 └── StoreError            the store cannot be opened, read or written
 
 Each message is one sentence that names the thing, the value got and what to do next; the command line prints
@@ -50,6 +51,10 @@ class EvalError(KVLoomError, ValueError):
 
 class ProfileError(KVLoomError):
     """A model's saved profile cannot be read or written."""
+
+
+class ClusterError(KVLoomError):
+    """A Ray cluster cannot be used, or its workers do not start."""
 
 
 class StoreError(KVLoomError):

@@ -21,13 +21,13 @@ from kvloom.compressors import Compressor, as_compressor, compress
 from kvloom.errors import MethodError
 from kvloom.generate import AnswerStream, Sampling, SamplingOptions
 from kvloom.hf import Decoder, cat_ids
+from kvloom.indexing import index_documents
 from kvloom.layout import LAYOUTS, ORDERING
 from kvloom.loading import load
 from kvloom.observe import Observer
 from kvloom.probe import Probe
 from kvloom.profile import as_selector_for
 from kvloom.prompt import Document, Prompt, PromptFormat, check_fits, header_ids
-from kvloom.prompt import chunks as cut_into_chunks
 from kvloom.prompt import prompt as build_prompt
 from kvloom.recompute import recompute
 from kvloom.selectors import Selector, select
@@ -41,25 +41,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from kvloom.answer_options import AnswerOptions, Reorder
     from kvloom.cache import SplicedCache
     from kvloom.verify import Report
-
-Reorder = bool | Literal["chunks"]
-
-
-class AnswerOptions(SamplingOptions, total=False):
-    """How an answer comes about.
-
-    `selector` is an instance, or a name with `options` as data. `reorder=True` puts the documents that the
-    question attends to most next to it; "chunks" does so with the chunks of each document too, which breaks
-    up their text. A `compressor` drops rows of the prompt before the answer; over reused chunks it must be
-    one that needs no signals of them, such as snapkv.
-    """
-
-    selector: Selector | str
-    options: Mapping[str, Any] | None
-    reorder: Reorder
-    compressor: Compressor | str | None
 
 
 class Loom:
@@ -117,12 +101,13 @@ class Loom:
     ) -> list[str]:
         """Stores the KV of every chunk of the documents; returns the chunks' keys, in order.
 
-        A chunk that is stored is not computed again. `on_progress(done, total)` counts tokens.
+        A chunk that is stored is not computed again. `on_progress(done, total)` counts tokens. Documents with
+        ids are recorded in a store that keeps them; see `kvloom.indexing.index_documents`.
         """
-        chunks = cut_into_chunks(self.tokenizer, self.prompt_format, documents)
-        return self.chunks.index(self._prefill_header(), [chunk.token_ids for chunk in chunks], on_progress)
+        indexed = index_documents(self, documents, on_progress=on_progress)
+        return [key for document in indexed for key in document.keys]
 
-    def _prefill_header(self) -> Tensor:
+    def prefill_header(self) -> Tensor:
         """The tokens behind which chunks are prefilled: the prompt's header, if they share it."""
         is_shared = self.prompt_format.header == "shared"
         return header_ids(self.tokenizer, self.prompt_format) if is_shared else cat_ids([])
@@ -149,7 +134,7 @@ class Loom:
         trace = Trace() if trace is None else trace
         self.check_length(prompt, 0)
         layout = LAYOUTS[placement](len(prompt.header_ids), [len(ids) for ids in prompt.chunk_ids])
-        behind = self._prefill_header()
+        behind = self.prefill_header()
         cache, compressed = self.decoder.new_cache(prompt.num_tokens + reserve), []
         announce(cache, prompt.header_ids, prompt.chunk_ids, layout, num_behind=len(behind))
         for index, kv in self.chunks.supply(prompt.header_ids, behind, prompt.chunk_ids, trace):

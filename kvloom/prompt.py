@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvloom.tokenizer import Tokenizer
 
 Header = Literal["shared", "none"]
+CUTTING = 1  # of the rules by which documents become chunks; raise it when they change
 _MIN_CHUNK_TOKENS = 32  # so that one character always fits
 
 
@@ -188,29 +189,36 @@ def header_ids(tokenizer: Tokenizer, format: PromptFormat) -> Tensor:
     return _header_ids(tokenizer, _frame(tokenizer, format))
 
 
-def chunks(tokenizer: Tokenizer, format: PromptFormat, documents: Iterable[str | Document]) -> list[Chunk]:
-    """The documents in order, as chunks of at most ``format.chunk_tokens`` tokens, at least one for each.
-
-    Raises ``DocumentError`` when there is no document, or one is empty.
-    """
+def as_documents(documents: Iterable[str | Document]) -> list[Document]:
+    """The documents; raises ``DocumentError`` when there is none, or one is empty."""
     if isinstance(documents, str | Document):
         raise DocumentError("documents must be a list; put the one document into brackets")
     if isinstance(documents, Mapping | IOBase) or not isinstance(documents, Iterable):
         raise DocumentError(
             f"documents must be a list of strings or Documents, got {type(documents).__name__}"
         )
-    found = []
-    for place, document in enumerate(map(as_document, documents)):
+    found = [as_document(document) for document in documents]
+    for place, document in enumerate(found):
         if not document.text.strip():
             raise DocumentError(f"document {document.id or place!r} is empty; leave it out")
+    if not found:
+        raise DocumentError("there is no document to answer from; give at least one")
+    return found
+
+
+def chunks(tokenizer: Tokenizer, format: PromptFormat, documents: Iterable[str | Document]) -> list[Chunk]:
+    """The documents in order, as chunks of at most ``format.chunk_tokens`` tokens, at least one for each.
+
+    Raises ``DocumentError`` as `as_documents` does.
+    """
+    found = []
+    for place, document in enumerate(as_documents(documents)):
         title = " ".join((document.title or "").split())
         text = f"{title}\n{document.text}\n\n" if title else f"{document.text}\n\n"
         found += [
             Chunk(torch.tensor(ids, dtype=torch.int64), place, piece)
             for piece, ids in _split(tokenizer, text, format.chunk_tokens)
         ]
-    if not found:
-        raise DocumentError("there is no document to answer from; give at least one")
     return found
 
 

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 from tiny_models import loom_of
 
 import kvloom
-from kvloom.selectors import Full, NoRecompute
+from kvloom.eval.benchmark import Sample
+from kvloom.eval.journal import Journal, read_lines
+from kvloom.prompt import Document
+from kvloom.selectors import Full, InfoFlow, NoRecompute
 
 if TYPE_CHECKING:
     import pytest
 
 BENCH = Path(__file__).parent.parent / "bench"
 STAGES = BENCH / "stages.py"
+TOWNS = (("Ada", "Paris"), ("Bob", "Rome"), ("Cleo", "Oslo"))
 
 
 def test_stages_prints_a_row_per_method_of_the_length_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,3 +54,31 @@ def test_the_store_bench_measures_each_operation(tmp_path: Path) -> None:
     speeds = bench["bandwidth"](tmp_path / "one", 1, bench["torch"].float32)
     assert set(speeds) == {"plain read", "store", "torch.load"}
     assert all(speed > 1e6 for speed in speeds.values())
+
+
+def test_codecs_measures_each_codec_once_with_raw_as_its_own_yardstick(tmp_path: Path) -> None:
+    bench: dict[str, Any] = runpy.run_path(str(BENCH / "codecs.py"))
+    documents = tuple(Document(f"{name} lives in {town}." * 6, title=name) for name, town in TOWNS)
+    samples = [
+        Sample(f"s{n}", f"Where does {TOWNS[n][0]} live?", (TOWNS[n][1],), documents) for n in range(2)
+    ]
+    methods = [NoRecompute(), InfoFlow(ratio=0.15)]
+    loom = loom_of("llama")
+    names = ["raw", "bf16", "int4", "int4+zstd"]
+    for codecs in (names[:2], names, names):  # the last finds everything done
+        journal = Journal(tmp_path, bench["Recipe"]("tiny", 0.15, "float32"), ("set", "sample", "codec"))
+        bench["run"](loom, journal, "towns", samples, methods, codecs)
+    lines = read_lines(journal.results)
+    assert sorted((line["sample"], line["codec"]) for line in lines) == sorted(
+        (sample.id, codec) for sample in samples for codec in names
+    )
+    taken = {line["codec"]: line for line in lines if line["sample"] == "s0"}
+    assert taken["raw"]["to_raw"] == {"none": 0.0, "infoflow": 0.0}
+    assert 0 < taken["bf16"]["to_raw"]["none"] < taken["int4"]["to_raw"]["none"]
+    assert taken["int4"]["kl"] == taken["int4+zstd"]["kl"]
+    assert taken["raw"]["num_bytes"] > 1.8 * taken["bf16"]["num_bytes"] > 3 * taken["int4"]["num_bytes"]
+    rows = [line.strip("| ").split(" | ") for line in bench["table"](lines, methods)]
+    assert [row[0] for row in rows[2:-2]] == names
+    assert float(rows[2][2]) == 1.0
+    assert rows[2][7].startswith("+0.00")
+    assert rows[-1] == ["2 samples"]

@@ -31,6 +31,7 @@ LAYERS = [
     {"probe", "cache_probe", "families"},
     {"selectors", "compressors"},
     {
+        "answer_options",
         "chunk_source",
         "conversation",
         "documents",
@@ -39,6 +40,8 @@ LAYERS = [
         "loom",
         "profile",
         "prompt",
+        "ray_cluster",
+        "ray_indexing",
         "retrieve",
         "turns",
         "verify",

@@ -1,7 +1,6 @@
 """The commands, one function each."""
 
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,11 +15,13 @@ from kvloom.cli import (
     evaluate,
     falsify,
     fidelity,
+    indexing,
     influence,
     recall,
     session,
     show,
     solve,
+    stored,
     view,
 )
 from kvloom.cli import store as store_commands
@@ -34,6 +35,7 @@ from kvloom.cli.options import (
     GroupHelp,
     MethodOptions,
     Model,
+    Namespace,
     SelectorName,
     Source,
     StoreUrl,
@@ -43,6 +45,7 @@ from kvloom.cli.options import (
     store_url,
 )
 from kvloom.cli.output import Activity, count, echo_json, remark
+from kvloom.errors import MethodError
 
 
 class _Commands(TyperGroup):
@@ -111,35 +114,55 @@ def index(
     source: Source,
     model: Model = None,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     chunk_tokens: ChunkTokens = 1024,
     chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
     device: Device = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Share the work among a Ray cluster's devices: its address, auto, or local.",
+            show_default=False,
+        ),
+    ] = None,
+    ray_workers: Annotated[
+        int | None,
+        typer.Option(
+            "--ray-workers",
+            min=1,
+            metavar="N",
+            help="Workers with a model each; by default one for each GPU, or one.",
+            show_default=False,
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Compute and store the KV of documents, once.
+    """Compute and store the KV of documents, once, under their ids.
 
-    What is stored already is not computed again, so an interrupted run continues where it stopped.
+    What is stored already is not computed again, so an interrupted run continues where it stopped, and a
+    document that has not changed since costs a look at its file. With --ray, the exit code is 1 when a
+    document could not be indexed.
     """
     name = session.need_model(model)
     store = store_url(store, shared=True)
     compressor = session.build_compressor(chunk_compressor)
+    if ray is None and ray_workers is not None:
+        raise MethodError("--ray-workers is for a Ray cluster; name it with --ray ADDRESS, or --ray local")
     documents, report = session.load_source(source)
-    loom = session.open_loom(name, store, chunk_tokens, dtype, device, compressor)
-    before = set(loom.store.keys())
-    start = time.perf_counter()
-    with Activity("indexing (tokens)") as activity:
-        try:
-            keys = loom.index(documents, on_progress=activity.update)
-            loom.store.flush()
-        except KeyboardInterrupt:
-            fail(show.interrupted_index(activity.done, activity.total), INTERRUPTED)
-    seconds = time.perf_counter() - start
-    summary = show.index_summary(loom, documents, report, keys, before, activity.done, seconds)
-    if json:
-        echo_json(summary)
+    origin = indexing.origin(source)
+    if ray is None:
+        loom = session.open_loom(name, store, chunk_tokens, dtype, device, compressor, namespace=namespace)
+        work = indexing.index(loom, {origin: documents})
     else:
-        show.print_index(summary)
+        cluster = {"address": ray, "workers": ray_workers}
+        made_by = {"dtype": dtype, "device": device, "chunk_compressor": compressor, "namespace": namespace}
+        work = indexing.index_with_ray(name, documents, store, origin, chunk_tokens, cluster | made_by)
+    indexing.echo_chunks(work, report, stored.open_shared(store, namespace), json=json)
+    if work.failed:
+        raise typer.Exit(FAILURE)
 
 
 @app.command()
@@ -181,6 +204,7 @@ def ask(
         ),
     ] = None,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     chunk_tokens: ChunkTokens = 1024,
     chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
@@ -211,7 +235,7 @@ def ask(
     dropping, chunk_dropping = map(session.build_compressor, (compressor, chunk_compressor))
     documents, _ = session.load_source(source)
     picked = session.pick(documents, question, top)
-    loom = session.open_loom(name, store, chunk_tokens, dtype, device, chunk_dropping)
+    loom = session.open_loom(name, store, chunk_tokens, dtype, device, chunk_dropping, namespace=namespace)
     chosen = session.fit_selector(loom, selector, option)
     with Activity("reading the documents"):
         stream = loom.stream(

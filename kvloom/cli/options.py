@@ -46,8 +46,17 @@ StoreUrl = Annotated[
         "--store",
         metavar="URL",
         envvar="KVLOOM_STORE",
-        help="Where KV is kept, such as disk:PATH or disk:PATH?quota=200GiB; by default a folder in the "
-        "user's cache folder.",
+        help="Where KV is kept, such as disk:PATH or, in quotes, 'disk:PATH?codec=int8&quota=200GiB'; by "
+        "default a folder in the user's cache folder.",
+        show_default=False,
+    ),
+]
+Namespace = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace",
+        metavar="NAME",
+        help="The tenant whose part of the store is used; no other sees it.",
         show_default=False,
     ),
 ]

@@ -122,6 +122,8 @@ def open_loom(
     dtype: str | None,
     device: str | None,
     chunk_compressor: Compressor | None = None,
+    *,
+    namespace: str | None = None,
 ) -> Loom:
     """A Loom over the model and the store; what can be found wrong without loading the model comes first."""
     with Activity(f"loading {model}"):
@@ -130,7 +132,7 @@ def open_loom(
         from kvloom.store import open_store
 
         format = PromptFormat(chunk_tokens=chunk_tokens)
-        opened = open_store(store_url(store))
+        opened = open_store(store_url(store), namespace=namespace)
         check_device(device)
         return Loom.from_pretrained(
             model,

@@ -15,71 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvloom.demo import Asked, DemoReport
-    from kvloom.documents import LoadReport
-    from kvloom.loom import Loom
     from kvloom.prompt import Document
     from kvloom.trace import Answer, Trace
     from kvloom.verify import Report
 
 STAGES = ("load", "prefill", "splice", "score", "recompute", "compress", "first_token")
 """The parts of the time to first token, in the order in which they happen."""
-
-
-def index_summary(
-    loom: Loom,
-    documents: Sequence[Document],
-    report: LoadReport,
-    keys: Sequence[str],
-    before: set[str],
-    computed_tokens: int,
-    seconds: float,
-) -> dict[str, Any]:
-    """What `kvloom index` did."""
-    from kvloom.prompt import chunks
-
-    unique = set(keys)
-    held = loom.store.stats()
-    return {
-        "documents": len(documents),
-        "chunks": len(unique),
-        "tokens": sum(
-            len(chunk.token_ids) for chunk in chunks(loom.tokenizer, loom.prompt_format, documents)
-        ),
-        "new": len(unique - before),
-        "already_stored": len(unique & before),
-        "duplicates": report.num_duplicates + len(keys) - len(unique),
-        "skipped": [{"place": place, "reason": reason} for place, reason in report.skipped],
-        "other_files": report.num_other,
-        "seconds": seconds,
-        "computed_tokens": computed_tokens,
-        "tokens_per_second": computed_tokens / seconds if computed_tokens else None,
-        "store": held.where,
-        "store_entries": held.entries,
-        "store_bytes": held.num_bytes,
-    }
-
-
-def print_index(summary: Mapping[str, Any]) -> None:
-    """The summary in three lines."""
-    speed = summary["tokens_per_second"]
-    pace = f", {speed:,.0f} tokens/s" if speed else ""
-    typer.echo(
-        f"{count(summary['documents'], 'document')}, {count(summary['chunks'], 'chunk')}, "
-        f"{count(summary['tokens'], 'token')}: {summary['new']:,} new, "
-        f"{summary['already_stored']:,} already stored, {count(summary['duplicates'], 'duplicate')}, "
-        f"{len(summary['skipped']):,} left out"
-    )
-    typer.echo(f"{summary['seconds']:.1f} s{pace}")
-    held = "" if summary["store_bytes"] is None else f", {size(summary['store_bytes'])}"
-    typer.echo(f"{summary['store']} holds {summary['store_entries']:,} entries (chunks, headers){held}")
-
-
-def interrupted_index(done: int, total: int) -> str:
-    """The sentence after Ctrl-C."""
-    stored = (
-        f"{done:,} of {count(total, 'token')} to compute are stored" if total else "nothing was computed yet"
-    )
-    return f"interrupted: {stored}; run the same command again to continue"
 
 
 def answer_summary(question: str, documents: Sequence[Document], answer: Answer) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import typer
 
 from kvloom.cli import stored
 from kvloom.cli.failures import FAILURE
-from kvloom.cli.options import AsJson, GroupHelp, StoreUrl
+from kvloom.cli.options import AsJson, GroupHelp, Namespace, StoreUrl
 from kvloom.cli.output import Activity, count, echo_json, size
 from kvloom.cli.stored import MIN_PREFIX, all_documents, find_document, only_key, open_shared
 from kvloom.errors import MethodError
@@ -27,9 +27,9 @@ def store_group(ctx: typer.Context, help: GroupHelp = False) -> None:
 
 
 @app.command()
-def stats(store: StoreUrl = None, json: AsJson = False) -> None:
+def stats(store: StoreUrl = None, namespace: Namespace = None, json: AsJson = False) -> None:
     """Count entries and bytes, without reading them."""
-    held = open_shared(store).stats()
+    held = open_shared(store, namespace).stats()
     if json:
         echo_json(asdict(held))
         return
@@ -59,10 +59,11 @@ def list_entries(
         bool, typer.Option("--documents", help="List documents instead: id, chunks, source.")
     ] = False,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     json: AsJson = False,
 ) -> None:
-    """List entries: key, tokens, bytes, first position, model."""
-    opened = open_shared(store)
+    """List entries: key, tokens, bytes, first position, codec, model."""
+    opened = open_shared(store, namespace)
     if documents:
         _list_documents(opened, json)
         return
@@ -71,11 +72,11 @@ def list_entries(
         echo_json([asdict(head) for head in heads])
         return
     if heads:
-        typer.echo(f"{'key':<16}  {'tokens':>7}  {'size':>9}  {'start':>5}  model")
+        typer.echo(f"{'key':<16}  {'tokens':>7}  {'size':>9}  {'start':>5}  {'codec':<9}  model")
     for head in heads:
         typer.echo(
             f"{head.key[:16]}  {head.num_tokens:>7,}  {size(head.num_bytes):>9}  {head.start:>5}  "
-            f"{head.fingerprint[:12]}"
+            f"{head.codec:<9}  {head.fingerprint[:12]}"
         )
 
 
@@ -102,6 +103,7 @@ def remove(
     everything: Annotated[bool, typer.Option("--all", help="Everything; needs --yes.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Confirms --all.")] = False,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     json: AsJson = False,
 ) -> None:
     """Remove documents with the chunks that are theirs alone, or entries.
@@ -112,7 +114,7 @@ def remove(
         raise MethodError("name the entries to remove by their keys, or all of them with --all --yes")
     if everything and not yes:
         raise MethodError("--all removes every entry; confirm it with --yes")
-    opened = open_shared(store)
+    opened = open_shared(store, namespace)
     held = list(opened.keys())
     documents = [name for name in keys or [] if find_document(opened, name) is not None]
     if everything:
@@ -128,12 +130,12 @@ def remove(
 
 
 @app.command()
-def verify(store: StoreUrl = None, json: AsJson = False) -> None:
+def verify(store: StoreUrl = None, namespace: Namespace = None, json: AsJson = False) -> None:
     """Read every entry and set the damaged ones aside.
 
     The exit code is 1 when there was one.
     """
-    opened = open_shared(store)
+    opened = open_shared(store, namespace)
     with Activity("reading (entries)") as activity:
         rejections = opened.verify(activity.update)
     result: dict[str, Any] = {"read": activity.done, "bad": [asdict(rejection) for rejection in rejections]}

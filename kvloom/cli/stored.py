@@ -1,20 +1,27 @@
 """``kvloom store add|reindex|show|pin|unpin|rebuild``: documents by name, and what is known of entries."""
 
 import time
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom.cli import session
-from kvloom.cli.options import AsJson, ChunkTokens, Device, DtypeOption, Model, Source, StoreUrl, store_url
+from kvloom.cli import indexing, session
+from kvloom.cli.options import (
+    AsJson,
+    ChunkCompressor,
+    ChunkTokens,
+    Device,
+    DtypeOption,
+    Model,
+    Namespace,
+    Source,
+    StoreUrl,
+    store_url,
+)
 from kvloom.cli.output import Activity, count, echo_json, remark, size
-from kvloom.errors import DocumentError, MethodError, StoreError
+from kvloom.errors import DocumentError, MethodError
 
 if TYPE_CHECKING:
-    from kvloom.indexing import IndexedDocument
-    from kvloom.loom import Loom
     from kvloom.prompt import Document
     from kvloom.store import Store
     from kvloom.store.documents import StoredDocument
@@ -33,7 +40,9 @@ def add(
     source: Source,
     model: Model = None,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     chunk_tokens: ChunkTokens = 1024,
+    chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
     device: Device = None,
     json: AsJson = False,
@@ -44,11 +53,11 @@ def add(
     """
     name = session.need_model(model)
     url = store_url(store, shared=True)
+    compressor = session.build_compressor(chunk_compressor)
     documents, _ = session.load_source(source)
-    _ = open_shared(url).documents  # a store that keeps none says so before the model is loaded
-    loom = session.open_loom(name, url, chunk_tokens, dtype, device)
-    place = "" if source == "-" else str(Path(source).absolute())
-    _report(_indexed(loom, {place: documents}), json)
+    _ = open_shared(url, namespace).documents  # a store that keeps none says so before the model is loaded
+    loom = session.open_loom(name, url, chunk_tokens, dtype, device, compressor, namespace=namespace)
+    indexing.echo_documents(indexing.index(loom, {indexing.origin(source): documents}), json=json)
 
 
 def reindex(
@@ -57,7 +66,9 @@ def reindex(
     ] = None,
     model: Model = None,
     store: StoreUrl = None,
+    namespace: Namespace = None,
     chunk_tokens: ChunkTokens = 1024,
+    chunk_compressor: ChunkCompressor = None,
     dtype: DtypeOption = None,
     device: Device = None,
     json: AsJson = False,
@@ -68,10 +79,11 @@ def reindex(
     """
     name = session.need_model(model)
     url = store_url(store, shared=True)
-    recorded = _documents(open_shared(url), ids)
+    compressor = session.build_compressor(chunk_compressor)
+    recorded = _documents(open_shared(url, namespace), ids)
     wanted = _sources(recorded, is_named=bool(ids))
-    loom = session.open_loom(name, url, chunk_tokens, dtype, device)
-    _report(_indexed(loom, wanted), json)
+    loom = session.open_loom(name, url, chunk_tokens, dtype, device, compressor, namespace=namespace)
+    indexing.echo_documents(indexing.index(loom, wanted), json=json)
 
 
 def show(
@@ -82,10 +94,11 @@ def show(
         ),
     ],
     store: StoreUrl = None,
+    namespace: Namespace = None,
     json: AsJson = False,
 ) -> None:
     """Show a document and its chunks, or an entry; of what is not there, why."""
-    opened = open_shared(store)
+    opened = open_shared(store, namespace)
     document = find_document(opened, name)
     shown = _entry(opened, name) if document is None else _document(opened, document)
     if json:
@@ -102,19 +115,19 @@ def show(
             typer.echo(f"{field:<12} {text}")
 
 
-def pin(names: Names, store: StoreUrl = None, json: AsJson = False) -> None:
+def pin(names: Names, store: StoreUrl = None, namespace: Namespace = None, json: AsJson = False) -> None:
     """Keep entries, or all chunks of documents, from being evicted."""
-    _each(open_shared(store), names, "pinned", json)
+    _each(open_shared(store, namespace), names, "pinned", json)
 
 
-def unpin(names: Names, store: StoreUrl = None, json: AsJson = False) -> None:
+def unpin(names: Names, store: StoreUrl = None, namespace: Namespace = None, json: AsJson = False) -> None:
     """Let pinned entries be evicted again."""
-    _each(open_shared(store), names, "unpinned", json)
+    _each(open_shared(store, namespace), names, "unpinned", json)
 
 
-def rebuild(store: StoreUrl = None, json: AsJson = False) -> None:
+def rebuild(store: StoreUrl = None, namespace: Namespace = None, json: AsJson = False) -> None:
     """Make the index anew from what the files say of themselves."""
-    opened = open_shared(store)
+    opened = open_shared(store, namespace)
     start = time.perf_counter()
     with Activity("reading heads (entries)") as activity:
         entries = opened.rebuild(lambda done: activity.update(done, 0))
@@ -127,30 +140,28 @@ def rebuild(store: StoreUrl = None, json: AsJson = False) -> None:
         typer.echo(f"{entries:,} {noun} and {count(documents, 'document')} in the index")
 
 
-def open_shared(url: str | None) -> "Store":
-    """The store, which outlives this process."""
+def open_shared(url: str | None, namespace: str | None = None) -> "Store":
+    """The store, or its part for the namespace, which outlives this process."""
     url = store_url(url, shared=True)
     from kvloom.store import open_store
 
-    return open_store(url)
+    return open_store(url, namespace=namespace)
 
 
 def find_document(store: "Store", name: str) -> "StoredDocument | None":
     """The document of that id, if the store keeps documents and has it."""
-    try:
-        documents = store.documents
-    except StoreError:
-        return None
-    return documents.get(name)
+    from kvloom.store.documents import documents_of
+
+    documents = documents_of(store)
+    return None if documents is None else documents.get(name)
 
 
 def all_documents(store: "Store") -> "list[StoredDocument]":
     """Those of a store that keeps documents; of another, none."""
-    try:
-        documents = store.documents
-    except StoreError:
-        return []
-    return documents.all()
+    from kvloom.store.documents import documents_of
+
+    documents = documents_of(store)
+    return [] if documents is None else documents.all()
 
 
 def only_key(prefix: str, keys: list[str]) -> str:
@@ -200,46 +211,6 @@ def _sources(recorded: "list[StoredDocument]", *, is_named: bool) -> "dict[str, 
     return wanted
 
 
-def _indexed(loom: "Loom", wanted: "dict[str, list[Document]]") -> "list[IndexedDocument]":
-    from kvloom.indexing import index_documents
-
-    total, indexed = sum(map(len, wanted.values())), []
-    with Activity("indexing (documents)") as activity:
-        for source, documents in wanted.items():
-            before = len(indexed)
-            indexed += index_documents(
-                loom,
-                documents,
-                source=source,
-                on_progress=lambda done, _, before=before: activity.update(before + done, total),
-            )
-    loom.store.flush()
-    return indexed
-
-
-def _report(indexed: "list[IndexedDocument]", json: bool) -> None:
-    if json:
-        rows = [
-            {
-                "id": document.id,
-                "is_new": document.is_new,
-                "keys": list(document.keys),
-                **{name: list(keys) for name, keys in asdict(document.change).items() if name != "missing"},
-            }
-            for document in indexed
-        ]
-        echo_json({"documents": rows})
-        return
-    new = sum(document.is_new for document in indexed)
-    changed = sum(bool(document.change.new or document.change.freed) for document in indexed) - new
-    chunks = len({key for document in indexed for key in document.change.new})
-    freed = sum(len(document.change.freed) for document in indexed)
-    typer.echo(
-        f"{count(len(indexed), 'document')}: {new:,} new, {max(changed, 0):,} changed; "
-        f"{count(chunks, 'chunk')} new, {freed:,} freed"
-    )
-
-
 def _document(store: "Store", document: "StoredDocument") -> dict[str, Any]:
     chunks = []
     for key in document.keys:
@@ -270,6 +241,8 @@ def _entry(store: "Store", name: str) -> dict[str, Any]:
         "tokens": head.num_tokens,
         "size": size(head.num_bytes),
         "start": head.start,
+        "codec": head.codec,
+        "encrypted": head.is_encrypted,
         "model": head.fingerprint,
         "pinned": store.is_pinned(key),
         "documents": users,

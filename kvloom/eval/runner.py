@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvloom.answer_options import Reorder
     from kvloom.cache import SplicedCache
-    from kvloom.loom import Loom, Reorder
+    from kvloom.loom import Loom
     from kvloom.prompt import Prompt
 
 
@@ -230,14 +231,14 @@ def look(
     loom.index(documents)
     full_trace = Trace()
     full_cache, first = loom.prepare(prompt, Full(), reserve=reserve, trace=full_trace)
-    reference = _gold_logits(loom, full_cache, first, gold)
+    reference = gold_logits(loom, full_cache, first, gold)
     for method in methods:
         if method.selector.reuses:
             trace = Trace()
             cache, first = loom.prepare(
                 prompt, method.selector, reorder=method.reorder, reserve=reserve, trace=trace
             )
-            logits = _gold_logits(loom, cache, first, gold)
+            logits = gold_logits(loom, cache, first, gold)
         else:
             trace, cache, logits = full_trace, full_cache, reference
         kl = metrics.kl_per_token(reference, logits)
@@ -266,7 +267,7 @@ def look(
         )
 
 
-def _gold_logits(loom: Loom, cache: SplicedCache, first: Tensor, gold: Tensor) -> Tensor:
+def gold_logits(loom: Loom, cache: SplicedCache, first: Tensor, gold: Tensor) -> Tensor:
     """(A, V) float32 logits that predict each gold token (A,), the cache left as it was."""
     with cache.untouched():
         rest = loom.decoder.follow(gold[:-1], cache) if len(gold) > 1 else first[:0].view(0, len(first))

@@ -25,7 +25,8 @@ from kvloom.trace import Trace, as_ranges
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvloom.loom import Loom, Reorder
+    from kvloom.answer_options import Reorder
+    from kvloom.loom import Loom
     from kvloom.prompt import Document, Prompt
     from kvloom.selectors import Selector
     from kvloom.tokenizer import Tokenizer

@@ -7,11 +7,11 @@ from kvloom.store.base import (
     StoreStats,
     chunk_key,
     open_store,
-    parse_size,
     stores,
 )
 from kvloom.store.disk import DiskStore
 from kvloom.store.memory import MemoryStore
+from kvloom.store.url import parse_size
 
 __all__ = [
     "DiskStore",

@@ -18,9 +18,9 @@ import torch
 
 from kvloom.errors import MethodError, StoreError
 from kvloom.registry import Registry
-from kvloom.store.lookup import Lookup, Miss
+from kvloom.store.lookup import DamagedEntry, Lookup, Miss
 from kvloom.store.metrics import StoreMetrics
-from kvloom.store.url import split_tiers
+from kvloom.store.url import split_tiers, with_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -33,16 +33,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1  # of keys and chunk files; see docs/format.md
+FORMAT_VERSION = 1  # of keys, and of files that neither codec nor cipher made; see docs/format.md
 
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8}
 _KEY = re.compile("[0-9a-f]{64}")
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
 
 
 class Unreachable(StoreError):
@@ -99,6 +93,8 @@ class EntryHead:
     num_bytes: int
     fingerprint: str
     start: int
+    codec: str = "raw"  # how keys and values are written
+    is_encrypted: bool = False
 
 
 class Store(ABC):
@@ -108,6 +104,7 @@ class Store(ABC):
     """
 
     name: str = ""  # set by `stores.register`
+    namespace: str = ""  # the tenant whose chunks it holds; `kvloom.store.namespace`
     is_remote: ClassVar[bool] = False  # True: it may stop answering, so it is only asked with a deadline
     is_immediate: ClassVar[bool] = False  # True: it never waits for anything, so it needs no deadline
 
@@ -136,6 +133,13 @@ class Store(ABC):
     @abstractmethod
     def keys(self) -> Iterator[str]:
         """Every key; entries put or deleted meanwhile may or may not be among them."""
+
+    def chunk_key(
+        self, fingerprint: str, header_ids: Tensor, chunk_ids: Tensor, *, compressor: str = ""
+    ) -> str:
+        """`chunk_key` in this store's namespace: the one way to a key for whoever has a store."""
+        namespace = self.namespace
+        return chunk_key(fingerprint, header_ids, chunk_ids, compressor=compressor, namespace=namespace)
 
     @property
     def where(self) -> str:
@@ -276,6 +280,14 @@ class Store(ABC):
         """The entry is no longer served; True if it was there. Raises ``StoreError`` when it must stay."""
         return self.delete(key)
 
+    def _fault(self, key: str, error: Exception) -> tuple[Miss, str]:
+        """An entry that is there could not be used: noted, and moved aside if it is damaged."""
+        if isinstance(error, DamagedEntry):
+            self.reject(key, str(error))
+            return Miss.DAMAGED, str(error)
+        self._leave(key, str(error))
+        return Miss.UNREADABLE, str(error)
+
     def _leave(self, key: str, reason: str) -> None:
         """A miss that leaves the entry in place is remembered once, however often it is asked for."""
         rejection = Rejection(key, reason, set_aside=False)
@@ -292,23 +304,32 @@ class Store(ABC):
 stores: Registry[Store] = Registry("store", "kvloom.store")
 
 
-def open_store(url: str | Store) -> Store:
+def open_store(url: str | Store, *, namespace: str | None = None) -> Store:
     """The store that a URL such as ``memory:4GiB`` or ``disk:~/chunks`` names; a `Store` comes back as it is.
 
-    URLs joined by commas make a store of tiers, as a single one does that may stop answering. Raises
-    ``MethodError`` for a URL that names no store, ``StoreError`` for a store that cannot be opened.
+    URLs joined by commas make a store of tiers, as a single one does that may stop answering. A `namespace`
+    is that of each, as if all had the option. Raises ``MethodError`` for a URL that names no store,
+    ``StoreError`` for a store that cannot be opened.
     """
     if isinstance(url, Store):
+        if namespace not in (None, url.namespace):
+            raise MethodError(f"the store is open in namespace {url.namespace!r}, not in {namespace!r}")
         return url
     if not isinstance(url, str):
         raise MethodError(f"store {url!r} is neither text nor a Store; write 'disk:{url}'")
-    parts = split_tiers(url, stores)
-    opened = [_open_one(part) for part in parts]
+    opened = [_open_one(part) for part in split_tiers(in_namespace(url, namespace), stores)]
     if len(opened) == 1 and not opened[0].is_remote and opened[0].deadline_s is None:
         return opened[0]
     from kvloom.store.tiers import TieredStore
 
     return TieredStore(opened)
+
+
+def in_namespace(url: str, namespace: str | None) -> str:
+    """The URL, with the option `namespace` for each tier unless that is None."""
+    if namespace is None:
+        return url
+    return ",".join(with_option(tier, "namespace", namespace) for tier in split_tiers(url, stores))
 
 
 def _open_one(url: str) -> Store:
@@ -322,22 +343,6 @@ def _open_one(url: str) -> Store:
     return stores[scheme].from_url(rest)
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as ``4GiB`` (2**32), ``500MB`` (500 * 10**6) or ``4096``; at least 1.
-
-    Units are B, kB, MB, GB, TB and KiB, MiB, GiB, TiB in any case. Raises ``MethodError`` for anything else.
-    """
-    match = _SIZE.fullmatch(text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise MethodError(f"size {text!r} is not a number with a unit; write for example 4GiB or 500MB")
-    # Integers only: a float would round sizes beyond 2**53.
-    whole, _, fraction = match[1].partition(".")
-    size = int(whole + fraction) * _UNITS[match[2]] // 10 ** len(fraction)
-    if size < 1:
-        raise MethodError(f"size {text!r} is less than one byte; write for example 4GiB or 500MB")
-    return size
-
-
 def check_key(key: str) -> None:
     """Raises ``ValueError`` unless `key` is 64 lower-case hexadecimal characters."""
     if not isinstance(key, str) or _KEY.fullmatch(key) is None:
@@ -349,19 +354,28 @@ def is_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None
 
 
-def chunk_key(fingerprint: str, header_ids: Tensor, chunk_ids: Tensor, *, compressor: str = "") -> str:
-    """The key of a chunk's KV: SHA-256 over format version, fingerprint, header ids, chunk ids, and the
-    compressor if one dropped some of its rows.
+def chunk_key(
+    fingerprint: str,
+    header_ids: Tensor,
+    chunk_ids: Tensor,
+    *,
+    compressor: str = "",
+    namespace: str = "",
+) -> str:
+    """The key of a chunk's KV: SHA-256 over format version, fingerprint, header ids, chunk ids, the
+    compressor if one dropped some of its rows, and the namespace if there is one; never over the codec.
 
-    `header_ids` and `chunk_ids` are (T,) of any signed integer type; raises ``ValueError`` for others.
+    What may be missing stands behind its name, so that no value of one passes for another. `header_ids` and
+    `chunk_ids` are (T,) of any signed integer type; raises ``ValueError`` for others.
     """
     parts = [b"kvloom-chunk", str(FORMAT_VERSION).encode(), fingerprint.encode()]
     for name, ids in (("header_ids", header_ids), ("chunk_ids", chunk_ids)):
         if ids.ndim != 1 or ids.dtype not in _INTEGERS:
             raise ValueError(f"{name} must be (T,) integers, got {tuple(ids.shape)} of {ids.dtype}")
         parts.append(ids.detach().cpu().numpy().astype("<i8").tobytes())
-    if compressor:
-        parts.append(compressor.encode())
+    for name, value in (("compressor", compressor), ("namespace", namespace)):
+        if value:
+            parts += [name.encode(), value.encode()]
     return hashlib.sha256(b"".join(fields(parts))).hexdigest()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,22 +13,28 @@ from typing import TYPE_CHECKING, Any
 from filelock import Timeout
 
 from kvloom.errors import MethodError, StoreError
-from kvloom.store.base import (
-    EntryHead,
-    Store,
-    StoreStats,
-    check_key,
-    is_key,
-    parse_size,
-    stores,
-)
+from kvloom.store.base import EntryHead, Store, StoreStats, check_key, is_key, stores
 from kvloom.store.documents import FOLDER, FolderDocuments
-from kvloom.store.eviction import Quota, exclusive, last_used
+from kvloom.store.eviction import Quota, exclusive
 from kvloom.store.files import cause, listing, read_entry, read_head, sync_folder, write_file
-from kvloom.store.format import DamagedEntry, NewerFormat, decode, decode_head, encode
+from kvloom.store.folder import (
+    INDEX,
+    NAMESPACES,
+    PINS,
+    QUARANTINE,
+    SUFFIX,
+    by_status,
+    entries_of,
+    entry_name,
+    shards,
+    sweep,
+)
+from kvloom.store.format import DamagedEntry, UnreadableEntry, decode_head
 from kvloom.store.index import ChunkIndex, IndexedChunk
 from kvloom.store.lookup import Lookup, Miss
-from kvloom.store.url import parse_duration, parse_seconds, read_options, split_options
+from kvloom.store.namespace import namespace_id
+from kvloom.store.packing import ENTRY_OPTIONS, Packing, entry_arguments
+from kvloom.store.url import parse_duration, parse_seconds, parse_size, read_options, split_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,12 +42,6 @@ if TYPE_CHECKING:
 
     from kvloom.kv import ChunkKV
 
-SUFFIX = ".safetensors"
-QUARANTINE = "quarantine"
-PINS = "pins"
-INDEX = "index.sqlite"
-
-_TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9]+\.[0-9a-f]{32}\.tmp")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -51,8 +50,9 @@ class DiskStore(Store):
     """Entries are files ``PATH/ab/abcd...safetensors``, complete or absent at any moment, even after a crash.
 
     Temporary files that a killed writer left, older than `sweep_after_s` seconds, are gone. The folder is
-    created if need be; one that cannot be written still serves reads. Raises ``StoreError`` when it cannot be
-    made or read.
+    created if need be; one that cannot be written still serves reads. Entries are written by `packing`. A
+    `namespace` has a folder, and so entries, documents, pins, a quota and an index, of its own. Raises
+    ``StoreError`` when the folder cannot be made or read.
     """
 
     def __init__(
@@ -61,31 +61,48 @@ class DiskStore(Store):
         *,
         quota_bytes: int | None = None,
         sweep_after_s: float = 3600.0,
+        packing: Packing | None = None,
+        namespace: str | None = None,
     ) -> None:
         super().__init__()
+        self.packing = Packing.of() if packing is None else packing
+        self.namespace = namespace or ""
+        rooms = () if namespace is None else (NAMESPACES, namespace_id(namespace))
         try:
             self.path = Path(path).expanduser().absolute()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._sweep(sweep_after_s)
+            for room in rooms:
+                self.path /= room
+                self.path.mkdir(mode=0o700, exist_ok=True)
+            for folder in (*(shard.path for shard in shards(self.path)), self.path / FOLDER):
+                sweep(folder, sweep_after_s)
         except FileExistsError:
             raise StoreError(f"cannot open {path}: it is a file; name a folder with --store") from None
         except (OSError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
             raise StoreError(f"cannot open {path}: {cause(error)}; choose another with --store") from error
         self.quota_bytes = quota_bytes
         self._quota = None if quota_bytes is None else Quota(self, quota_bytes)
-        self.index = ChunkIndex(self.path / INDEX, is_empty=lambda: not any(self._shards()))
+        self.index = ChunkIndex(self.path / INDEX, is_empty=lambda: not any(shards(self.path)))
         self.index.open()
         self._documents = FolderDocuments(self)
 
     @classmethod
     def from_url(cls, rest: str) -> Self:
-        """``disk:PATH?quota=SIZE&sweep_after=SECONDS&deadline=SECONDS``, where ``~`` is the home folder."""
+        """``disk:PATH?quota=SIZE&sweep_after=SECONDS&deadline=SECONDS&namespace=NAME``, and how entries are
+        packed; ``~`` is the home folder.
+        """
         path, given = split_options(cls.name, rest)
         readers = {"quota": parse_size, "sweep_after": parse_duration, "deadline": parse_seconds}
+        readers |= ENTRY_OPTIONS
         options = read_options(cls.name, given, readers)
         if not path:
             raise MethodError("store 'disk:' names no folder; write 'disk:PATH'")
-        store = cls(path, quota_bytes=options.get("quota"), sweep_after_s=options.get("sweep_after", 3600.0))
+        store = cls(
+            path,
+            quota_bytes=options.get("quota"),
+            sweep_after_s=options.get("sweep_after", 3600.0),
+            **entry_arguments(options),
+        )
         store.deadline_s = options.get("deadline")
         return store
 
@@ -105,10 +122,10 @@ class DiskStore(Store):
         path = self._file(key)
         try:
             content = read_entry(key, path)
-            kv = decode(key, content)
+            kv = self.packing.unpack(key, content)
         except FileNotFoundError:
             return self._miss(key, *self.absence(key))
-        except (OSError, NewerFormat, DamagedEntry) as error:
+        except (OSError, UnreadableEntry, DamagedEntry) as error:
             return self._miss(key, *self._fault(key, error))
         self.index.touch(key)
         return self._hit(key, kv, len(content))
@@ -118,18 +135,14 @@ class DiskStore(Store):
             return decode_head(key, *read_head(self._file(key)))
         except FileNotFoundError:
             return None
-        except (OSError, NewerFormat, DamagedEntry) as error:
+        except (OSError, UnreadableEntry, DamagedEntry) as error:
             self._fault(key, error)
             return None
 
     def _fault(self, key: str, error: Exception) -> tuple[Miss, str]:
-        """A file that is there could not be used: noted, and moved aside if it is damaged."""
-        if isinstance(error, DamagedEntry):
-            self.reject(key, str(error))
-            return Miss.DAMAGED, str(error)
-        reason = f"cannot be read: {cause(error)}" if isinstance(error, OSError) else str(error)
-        self._leave(key, reason)
-        return Miss.UNREADABLE, reason
+        if isinstance(error, OSError):
+            error = UnreadableEntry(f"cannot be read: {cause(error)}")
+        return super()._fault(key, error)
 
     def absence(self, key: str) -> tuple[Miss, str]:
         check_key(key)
@@ -148,7 +161,7 @@ class DiskStore(Store):
         """The entry is on the disk, durably; raises ``StoreError`` if it cannot be written."""
         start = time.perf_counter()
         path = self._file(key)
-        pieces = encode(key, kv)
+        pieces = self.packing.pack(key, kv)
         num_bytes = sum(len(piece) for piece in pieces)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -169,6 +182,7 @@ class DiskStore(Store):
                 num_tokens=kv.num_tokens,
                 fingerprint=kv.fingerprint,
                 start=kv.start,
+                codec=str(self.packing.coding),
                 pinned=self.is_pinned(key),
             )
         )
@@ -276,7 +290,7 @@ class DiskStore(Store):
     def scan(self) -> Iterator[IndexedChunk]:
         """Every entry as its file and the pins know it, unread."""
         pins = self.pins()
-        for chunk in map(_by_status, self._entries()):
+        for chunk in map(by_status, self._entries()):
             if chunk is not None:
                 yield replace(chunk, pinned=chunk.key in pins)
 
@@ -306,9 +320,9 @@ class DiskStore(Store):
         for number in range(256):
             low, high = f"{number:02x}", f"{number + 1:02x}" if number < 255 else "g"
             chunks = []
-            for entry in self._entries_of(self.path / low):
+            for entry in entries_of(self.path / low):
                 key = entry.name.removesuffix(SUFFIX)
-                head, chunk = head_of(key), _by_status(entry)
+                head, chunk = head_of(key), by_status(entry)
                 if chunk is not None:
                     chunks.append(replace(chunk, pinned=key in pins, **_fields(head)))
             self.index.sync(low, high, chunks)
@@ -319,7 +333,7 @@ class DiskStore(Store):
 
     def _file(self, key: str) -> Path:
         check_key(key)
-        return self.path / key[:2] / f"{key}{SUFFIX}"
+        return self.path / entry_name(key)
 
     def _set_aside(self, key: str, reason: str) -> bool:
         quarantine = self.path / QUARANTINE
@@ -335,23 +349,12 @@ class DiskStore(Store):
             (quarantine / f"{key}.txt").write_text(f"{key}{SUFFIX} {reason}\n", encoding="utf-8")
         return True
 
-    def _shards(self) -> Iterator[os.DirEntry[str]]:
-        for shard in listing(self.path):
-            if len(shard.name) == 2 and is_key(shard.name * 32) and shard.is_dir():
-                yield shard
-
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         try:
-            for shard in self._shards():
-                yield from self._entries_of(shard)
+            for shard in shards(self.path):
+                yield from entries_of(shard)
         except OSError as error:
             raise StoreError(f"cannot read {self.path}: {cause(error)}; make it readable") from error
-
-    def _entries_of(self, shard: os.DirEntry[str] | Path) -> Iterator[os.DirEntry[str]]:
-        for entry in listing(shard):
-            key = entry.name.removesuffix(SUFFIX)
-            if key != entry.name and is_key(key) and key.startswith(shard.name) and entry.is_file():
-                yield entry
 
     def _cannot(self, what: str, error: OSError) -> StoreError:
         if isinstance(error, Timeout):
@@ -363,32 +366,8 @@ class DiskStore(Store):
             f"cannot {what} {self.path}: {cause(error)}: {remedy} or choose another store with --store"
         )
 
-    def _sweep(self, sweep_after_s: float) -> None:
-        now = time.time()
-        for folder in (*(shard.path for shard in self._shards()), self.path / FOLDER):
-            for entry in listing(folder):
-                if _TEMPORARY.fullmatch(entry.name):
-                    # Another process may have swept it, and a folder we cannot write still serves reads.
-                    with contextlib.suppress(OSError):
-                        if now - entry.stat().st_mtime >= sweep_after_s:
-                            os.unlink(entry.path)
-
-
-def _by_status(entry: os.DirEntry[str]) -> IndexedChunk | None:
-    """What the file system knows of an entry; None if it is gone."""
-    try:
-        status = os.stat(entry.path)
-    except FileNotFoundError:
-        return None
-    return IndexedChunk(
-        key=entry.name.removesuffix(SUFFIX),
-        num_bytes=status.st_size,
-        created=status.st_mtime,
-        last_used=last_used(status),
-    )
-
 
 def _fields(head: EntryHead | None) -> dict[str, Any]:
     if head is None:
         return {}
-    return {"num_tokens": head.num_tokens, "fingerprint": head.fingerprint, "start": head.start}
+    return {name: getattr(head, name) for name in ("num_tokens", "fingerprint", "start", "codec")}

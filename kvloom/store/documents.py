@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,14 @@ import xxhash
 from filelock import Timeout
 
 from kvloom.errors import DocumentError, StoreError
+from kvloom.store import document_rows
 from kvloom.store.base import Store, check_key, is_key
-from kvloom.store.eviction import exclusive
+from kvloom.store.eviction import POLL_S, exclusive
 from kvloom.store.files import cause, listing, write_file
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -35,8 +38,10 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "documents"
 FORMAT = "kvloom-document"
-VERSION = 1
-_FIELDS = {"id", "keys", "source", "content_hash", "recorded"}
+VERSION = 2
+PATIENCE_S = 60.0  # for the folder's lock, which other processes may take for document after document
+_FIELDS = {"id", "keys", "source", "content_hash", "recipe", "num_tokens", "recorded"}
+_NOT_A_LINE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,8 @@ class StoredDocument:
     keys: tuple[str, ...]  # of its chunks, in order; the same one may come twice
     source: str = ""  # the path it was read from
     content_hash: str = ""  # of title and text; see `content_hash`
+    recipe: str = ""  # of all else that its chunks follow from: model, header, chunk length, compressor
+    num_tokens: int = 0  # of its chunks together
     recorded: float = 0.0  # seconds since 1970
 
 
@@ -66,6 +73,25 @@ def content_hash(text: str, title: str | None = None) -> str:
     """SHA-256 of title and text: equal for documents that give equal chunks."""
     parts = (title or "").encode("utf-8", "surrogatepass"), text.encode("utf-8", "surrogatepass")
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()
+
+
+def check_id(id: str) -> None:
+    """Raises ``DocumentError`` unless `id` is one line of text: not blank, no control characters."""
+    if not isinstance(id, str) or not id.strip() or _NOT_A_LINE.search(id):
+        raise DocumentError(f"document id {id!r} is not a line of text; give it one")
+
+
+def as_id(text: str) -> str:
+    """The text with what no id may hold written as escapes, such as ``\\n``."""
+    return _NOT_A_LINE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def documents_of(store: Store) -> Documents | None:
+    """The store's documents; None for a store that keeps none."""
+    try:
+        return store.documents
+    except StoreError:
+        return None
 
 
 class Documents(ABC):
@@ -96,21 +122,35 @@ class Documents(ABC):
     def _alone(self) -> AbstractContextManager[Any]:
         """Inside, no one else changes documents."""
 
-    def record(self, id: str, keys: Sequence[str], *, source: str = "", content_hash: str = "") -> Change:
+    def record(
+        self,
+        id: str,
+        keys: Sequence[str],
+        *,
+        source: str = "",
+        content_hash: str = "",
+        recipe: str = "",
+        num_tokens: int = 0,
+    ) -> Change:
         """The document is these chunks, whatever it was before; what it no longer has and nobody else uses is
         freed.
 
         Store the chunks first. Those in `Change.missing` were not there any more: store them again.
         """
-        if not isinstance(id, str) or not id.strip() or not id.isprintable():
-            raise DocumentError(f"document id {id!r} is not a line of text; give it one")
+        check_id(id)
         for key in keys:
             check_key(key)
         with self._alone():
             before = self.get(id)
             held = dict.fromkeys(before.keys if before else ())
             document = StoredDocument(
-                id=id, keys=tuple(keys), source=source, content_hash=content_hash, recorded=time.time()
+                id=id,
+                keys=tuple(keys),
+                source=source,
+                content_hash=content_hash,
+                recipe=recipe,
+                num_tokens=num_tokens,
+                recorded=time.time(),
             )
             self._write(document)
             unique = dict.fromkeys(keys)
@@ -194,17 +234,16 @@ class FolderDocuments(Documents):
         return self._read(self._file(id))
 
     def all(self) -> list[StoredDocument]:
-        if self._index_is_fresh() and (found := self._home.index.run(_select)) is not None:
-            return found
+        if self._index_is_fresh() and (rows := self._home.index.run(document_rows.select)) is not None:
+            return [StoredDocument(**row) for row in rows]
         return self._read_all()
 
     def users(self, keys: Iterable[str]) -> dict[str, int]:
         wanted = set(keys)
-        if (
-            self._index_is_fresh()
-            and (found := self._home.index.run(lambda db: _users(db, wanted))) is not None
-        ):
-            return found
+        if self._index_is_fresh():
+            found = self._home.index.run(lambda db: document_rows.users(db, wanted))
+            if found is not None:
+                return found
         return _count(self._read_all(), wanted)
 
     def reindex(self) -> None:
@@ -213,11 +252,10 @@ class FolderDocuments(Documents):
         documents = self._read_all()
 
         def work(db: sqlite3.Connection) -> None:
-            db.execute("DELETE FROM documents")
-            db.execute("DELETE FROM document_chunks")
+            document_rows.clear(db)
             for document in documents:
-                _insert(db, document)
-            _set_stamp(db, stamp)
+                document_rows.insert(db, document)
+            document_rows.set_stamp(db, stamp)
 
         self._home.index.run(work)
 
@@ -231,7 +269,7 @@ class FolderDocuments(Documents):
         except OSError as error:
             raise StoreError(f"cannot write to {self._folder}: {cause(error)}; make it writable") from error
         if is_fresh:
-            self._home.index.run(lambda db: (_delete(db, document.id), _insert(db, document), self._mark(db)))
+            self._home.index.run(lambda db: self._replace(db, document))
 
     def _erase(self, id: str) -> None:
         is_fresh = self._index_is_fresh()
@@ -242,10 +280,10 @@ class FolderDocuments(Documents):
                 f"cannot delete from {self._folder}: {cause(error)}; make it writable"
             ) from error
         if is_fresh:
-            self._home.index.run(lambda db: (_delete(db, id), self._mark(db)))
+            self._home.index.run(lambda db: (document_rows.delete(db, id), self._mark(db)))
 
     def _alone(self) -> AbstractContextManager[Any]:
-        return _Alone(self._home)
+        return _alone(self._home)
 
     def _file(self, id: str) -> Path:
         name = hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()
@@ -290,41 +328,39 @@ class FolderDocuments(Documents):
             return ""
 
     def _mark(self, db: sqlite3.Connection) -> None:
-        _set_stamp(db, self._stamp())
+        document_rows.set_stamp(db, self._stamp())
+
+    def _replace(self, db: sqlite3.Connection, document: StoredDocument) -> None:
+        document_rows.delete(db, document.id)
+        document_rows.insert(db, document)
+        self._mark(db)
 
     def _index_is_fresh(self) -> bool:
         """True if the index knows the folder as it is; one that does not is brought up to date first."""
         for _ in range(2):
-            stamp = self._home.index.run(
-                lambda db: db.execute("SELECT value FROM meta WHERE name = 'documents'").fetchall()
-            )
-            if stamp is None:
+            stamps = self._home.index.run(lambda db: [document_rows.stamp(db)])
+            if stamps is None:
                 return False
-            if stamp == [(self._stamp(),)]:
+            if stamps == [self._stamp()]:
                 return True
             self.reindex()
         return False
 
 
-class _Alone:
-    """The folder's lock, whose failures are sentences."""
-
-    def __init__(self, home: DiskStore) -> None:
-        self._lock = exclusive(home)
-        self._where = home.path
-
-    def __enter__(self) -> None:
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise StoreError(
-                f"{self._where} is kept by another process that changes it; end it or try again"
-            ) from None
-        except OSError as error:
-            raise StoreError(f"cannot write to {self._where}: {cause(error)}; make it writable") from error
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+@contextmanager
+def _alone(home: DiskStore) -> Iterator[None]:
+    """Inside, the folder's lock is held; failures to get it are sentences."""
+    try:
+        lock = exclusive(home, PATIENCE_S)
+    except Timeout:
+        raise StoreError(
+            f"{home.path} is kept by another process that changes it; end it or try again"
+        ) from None
+    except OSError as error:
+        raise StoreError(f"cannot write to {home.path}: {cause(error)}; make it writable") from error
+    with lock:
+        yield
+    time.sleep(POLL_S)  # who records document after document lets others in
 
 
 def _checksum(fields: dict[str, Any]) -> str:
@@ -338,36 +374,3 @@ def _count(documents: Iterable[StoredDocument], keys: Iterable[str]) -> dict[str
         for key in wanted.intersection(document.keys):
             used[key] = used.get(key, 0) + 1
     return used
-
-
-def _users(db: sqlite3.Connection, keys: Iterable[str]) -> dict[str, int]:
-    count = "SELECT count(DISTINCT id) FROM document_chunks WHERE key = ?"
-    found = {key: db.execute(count, (key,)).fetchone()[0] for key in keys}
-    return {key: number for key, number in found.items() if number}
-
-
-def _select(db: sqlite3.Connection) -> list[StoredDocument]:
-    keys: dict[str, list[str]] = {}
-    for id, key in db.execute("SELECT id, key FROM document_chunks ORDER BY id, place"):
-        keys.setdefault(id, []).append(key)
-    rows = db.execute("SELECT id, source, content_hash, recorded FROM documents").fetchall()
-    return [
-        StoredDocument(id=id, keys=tuple(keys.get(id, ())), source=source, content_hash=hash, recorded=when)
-        for id, source, hash, when in sorted(rows)
-    ]
-
-
-def _insert(db: sqlite3.Connection, document: StoredDocument) -> None:
-    values = document.id, document.source, document.content_hash, document.recorded
-    db.execute("INSERT INTO documents VALUES (?, ?, ?, ?)", values)
-    rows = [(document.id, place, key) for place, key in enumerate(document.keys)]
-    db.executemany("INSERT INTO document_chunks VALUES (?, ?, ?)", rows)
-
-
-def _delete(db: sqlite3.Connection, id: str) -> None:
-    db.execute("DELETE FROM documents WHERE id = ?", (id,))
-    db.execute("DELETE FROM document_chunks WHERE id = ?", (id,))
-
-
-def _set_stamp(db: sqlite3.Connection, stamp: str) -> None:
-    db.execute("INSERT OR REPLACE INTO meta VALUES ('documents', ?)", (stamp,))

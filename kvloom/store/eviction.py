@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from kvloom.errors import StoreError
 from kvloom.store.files import cause
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 LOCK = "store.lock"
 LOCK_S = 2.0  # an evicting process holds the lock for milliseconds; a stopped one must not stop the others
+POLL_S = 0.002  # a waiter looks that often, and who takes the lock again and again leaves it that long
 BATCH = 16
 
 
-def exclusive(store: DiskStore) -> FileLock:
-    """A lock on the folder among processes, for what must not be done by two at once."""
-    return FileLock(store.path / LOCK, timeout=LOCK_S, mode=0o600)
+def exclusive(store: DiskStore, patience_s: float | None = None) -> AcquireReturnProxy:
+    """The folder's lock among processes, held until the end of the ``with`` that it is called in: for what
+    must not be done by two at once. Raises filelock's ``Timeout``, after `LOCK_S` unless given.
+    """
+    patience_s = LOCK_S if patience_s is None else patience_s
+    return FileLock(store.path / LOCK, mode=0o600).acquire(patience_s, poll_interval=POLL_S)
 
 
 class Quota:

@@ -18,17 +18,19 @@ import numpy
 
 from kvloom.errors import MethodError, StoreError
 from kvloom.store.base import EntryHead, Store, Unreachable, check_key, is_key, stores
-from kvloom.store.format import DamagedEntry, NewerFormat, decode, decode_head, encode, head_bytes
+from kvloom.store.folder import NAMESPACES, SUFFIX, entry_name
+from kvloom.store.format import DamagedEntry, UnreadableEntry, decode_head, head_bytes
 from kvloom.store.lookup import Lookup, Miss
+from kvloom.store.namespace import namespace_id
+from kvloom.store.packing import ENTRY_OPTIONS, Packing, entry_arguments
 from kvloom.store.url import parse_seconds, read_options, split_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from typing import Self
 
     from kvloom.kv import ChunkKV
 
-SUFFIX = ".safetensors"
 OPTION = "fs."  # what begins with it is for the file system
 _HEAD_BYTES = 64 * 2**10
 _WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "memory"}
@@ -37,12 +39,25 @@ _WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", 
 
 @stores.register("fsspec")
 class FsspecStore(Store):
-    """Entries are files below the URL. One that turns out wrong is deleted, with its reason in the log."""
+    """Entries are files below the URL, in a folder of its own for a `namespace`, written by `packing`.
+
+    One that turns out wrong is deleted, with its reason in the log. `options` are the file system's own.
+    """
 
     is_remote: ClassVar[bool] = True
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        packing: Packing | None = None,
+        namespace: str | None = None,
+    ) -> None:
         super().__init__()
+        self.packing = Packing.of() if packing is None else packing
+        self.namespace = namespace or ""
+        room = "" if namespace is None else f"/{NAMESPACES}/{namespace_id(namespace)}"
         try:
             import fsspec
         except ImportError:
@@ -50,16 +65,19 @@ class FsspecStore(Store):
                 "an fsspec store needs the package fsspec; pip install 'kvloom[fsspec]'"
             ) from None
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(url, **options)
+            self._fs, self._root = fsspec.core.url_to_fs(url, **options or {})
         except Exception as error:  # file systems raise what they like, and name the package that they need
             raise StoreError(f"cannot open {_masked(url)}: {_cause(error)}") from error
+        self._root = f"{self._root.rstrip('/')}{room}"
         self._where = _masked(url)
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._is_whole = bool(protocols & _WHOLE)
 
     @classmethod
     def from_url(cls, rest: str) -> Self:
-        """``fsspec:URL?deadline=SECONDS&fs.NAME=VALUE``, where ``fs.`` options are the file system's own."""
+        """``fsspec:URL?deadline=SECONDS&namespace=NAME&fs.NAME=VALUE``, and how entries are packed; ``fs.``
+        options are the file system's own.
+        """
         place, given = split_options(cls.name, rest)
         if "://" not in place:
             raise MethodError(
@@ -67,8 +85,8 @@ class FsspecStore(Store):
             )
         own = {name: value for name, value in given.items() if not name.startswith(OPTION)}
         for_fs = {name.removeprefix(OPTION): given[name] for name in given.keys() - own.keys()}
-        options = read_options(cls.name, own, {"deadline": parse_seconds})
-        store = cls(place, **for_fs)
+        options = read_options(cls.name, own, ENTRY_OPTIONS | {"deadline": parse_seconds})
+        store = cls(place, for_fs, **entry_arguments(options))
         store.deadline_s = options.get("deadline")
         return store
 
@@ -86,22 +104,18 @@ class FsspecStore(Store):
             with self._answering():
                 content = self._fs.cat_file(path)
             writable = numpy.frombuffer(content, dtype=numpy.uint8).copy().data
-            return self._hit(key, decode(key, writable), len(content))
+            return self._hit(key, self.packing.unpack(key, writable), len(content))
         except FileNotFoundError:
             return self._miss(key, *self.absence(key))
         except Unreachable as error:
             return self._miss(key, Miss.DOWN, str(error))
-        except NewerFormat as error:
-            self._leave(key, str(error))
-            return self._miss(key, Miss.UNREADABLE, str(error))
-        except DamagedEntry as error:
-            self.reject(key, str(error))
-            return self._miss(key, Miss.DAMAGED, str(error))
+        except (UnreadableEntry, DamagedEntry) as error:
+            return self._miss(key, *self._fault(key, error))
 
     def put(self, key: str, kv: ChunkKV) -> None:
         start = time.perf_counter()
         path = self._file(key)
-        content = b"".join(encode(key, kv))
+        content = b"".join(self.packing.pack(key, kv))
         with self._answering():
             self._fs.makedirs(self._fs._parent(path), exist_ok=True)
             if self._is_whole:
@@ -136,13 +150,13 @@ class FsspecStore(Store):
         with self._answering():
             self._fs.invalidate_cache()
             try:
-                paths = self._fs.find(self._root)
+                paths = self._fs.find(self._root or "/")
             except FileNotFoundError:
                 return
         for path in sorted(paths):
-            folder, _, name = path.rpartition("/")
-            key = name.removesuffix(SUFFIX)
-            if key != name and is_key(key) and folder.rpartition("/")[2] == key[:2]:
+            key = path.rpartition("/")[2].removesuffix(SUFFIX)
+            # The whole path, since the folders of namespaces lie below this one.
+            if is_key(key) and path == self._file(key):
                 yield key
 
     def contains(self, key: str) -> bool:
@@ -161,15 +175,13 @@ class FsspecStore(Store):
             return decode_head(key, memoryview(head), num_bytes)
         except FileNotFoundError:
             return None
-        except NewerFormat as error:
-            self._leave(key, str(error))
-        except DamagedEntry as error:
-            self.reject(key, str(error))
-        return None
+        except (UnreadableEntry, DamagedEntry) as error:
+            self._fault(key, error)
+            return None
 
     def _file(self, key: str) -> str:
         check_key(key)
-        return f"{self._root.rstrip('/')}/{key[:2]}/{key}{SUFFIX}"
+        return f"{self._root}/{entry_name(key)}"
 
     @contextmanager
     def _answering(self) -> Iterator[None]:

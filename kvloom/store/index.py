@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 3
 BUSY_S = 1.0  # the longest that a statement waits for another process
 ASLEEP_S = 10.0  # after a failure the index is left alone that long, so that it costs a second only once
 TOUCHES = 64  # so many last uses are written at once
@@ -32,7 +32,7 @@ _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR} 
 _SCHEMA = """
 CREATE TABLE chunks (
     key TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL, created REAL NOT NULL, last_used REAL NOT NULL,
-    num_tokens INTEGER, fingerprint TEXT, start INTEGER, pinned INTEGER NOT NULL DEFAULT 0
+    num_tokens INTEGER, fingerprint TEXT, start INTEGER, pinned INTEGER NOT NULL DEFAULT 0, codec TEXT
 ) WITHOUT ROWID;
 CREATE INDEX chunks_by_use ON chunks (pinned, last_used);
 CREATE TABLE totals (entries INTEGER NOT NULL, num_bytes INTEGER NOT NULL);
@@ -46,20 +46,20 @@ CREATE TRIGGER chunk_changed AFTER UPDATE OF num_bytes ON chunks BEGIN
 CREATE TABLE gone (key TEXT PRIMARY KEY, reason TEXT NOT NULL, detail TEXT NOT NULL, since REAL NOT NULL)
     WITHOUT ROWID;
 CREATE TABLE documents (id TEXT PRIMARY KEY, source TEXT NOT NULL, content_hash TEXT NOT NULL,
-    recorded REAL NOT NULL) WITHOUT ROWID;
+    recipe TEXT NOT NULL, num_tokens INTEGER NOT NULL, recorded REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE document_chunks (id TEXT NOT NULL, place INTEGER NOT NULL, key TEXT NOT NULL,
     PRIMARY KEY (id, place)) WITHOUT ROWID;
 CREATE INDEX document_chunks_by_key ON document_chunks (key);
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
-_ROW = "key, num_bytes, created, last_used, num_tokens, fingerprint, start, pinned"
+_ROW = "key, num_bytes, created, last_used, num_tokens, fingerprint, start, pinned, codec"
 _UPSERT = f"""
-INSERT INTO chunks ({_ROW}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET
+INSERT INTO chunks ({_ROW}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET
     num_bytes = excluded.num_bytes, created = excluded.created,
     last_used = max(chunks.last_used, excluded.last_used),
     num_tokens = coalesce(excluded.num_tokens, num_tokens),
     fingerprint = coalesce(excluded.fingerprint, fingerprint), start = coalesce(excluded.start, start),
-    pinned = excluded.pinned
+    pinned = excluded.pinned, codec = coalesce(excluded.codec, codec)
 """
 
 T = TypeVar("T")
@@ -77,6 +77,7 @@ class IndexedChunk:
     fingerprint: str | None = None
     start: int | None = None
     pinned: bool = False
+    codec: str | None = None
 
     def row(self) -> tuple[object, ...]:
         return tuple(vars(self)[name] for name in _ROW.split(", "))
@@ -238,7 +239,7 @@ class ChunkIndex:
         try:
             _use_wal(db)
             (version,) = db.execute("PRAGMA user_version").fetchone()
-            if version == 0:
+            if version < VERSION:
                 self._create(db)
             elif version > VERSION:
                 raise sqlite3.NotSupportedError(f"its version is {version}, beyond {VERSION}; update kvloom")
@@ -249,11 +250,16 @@ class ChunkIndex:
         return db
 
     def _create(self, db: sqlite3.Connection) -> None:
-        """The tables are there, made by us or by another process at the same moment."""
+        """The tables are there, made by us or by another process at the same moment, in place of earlier
+        ones.
+        """
         db.execute("BEGIN IMMEDIATE")
         with db:
-            if db.execute("PRAGMA user_version").fetchone() != (0,):
+            if db.execute("PRAGMA user_version").fetchone() == (VERSION,):
                 return
+            old = db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            for (name,) in old:  # of an earlier version; the files have it all but the reasons of misses
+                db.execute(f'DROP TABLE "{name}"')
             for statement in _statements(_SCHEMA):
                 db.execute(statement)
             if self._is_empty():

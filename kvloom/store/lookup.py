@@ -24,6 +24,14 @@ class Miss(StrEnum):
     NEVER_STORED = "never stored"
 
 
+class DamagedEntry(Exception):
+    """The bytes are not what was written; the message completes "the entry ..."."""
+
+
+class UnreadableEntry(Exception):
+    """The bytes may be right but cannot be used here, so they stay; the message completes "the entry ..."."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
     """A hit has `kv`, a miss has `reason`; `seconds` is what the request took in all."""

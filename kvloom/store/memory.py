@@ -9,10 +9,12 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, ClassVar
 
 from kvloom.errors import MethodError
-from kvloom.store.base import Store, StoreStats, check_key, parse_size, stores
+from kvloom.store.base import Store, StoreStats, check_key, stores
 from kvloom.store.documents import MemoryDocuments
 from kvloom.store.lookup import Lookup, Miss
-from kvloom.store.url import read_options, split_options
+from kvloom.store.namespace import parse_namespace
+from kvloom.store.packing import PACKING_OPTIONS
+from kvloom.store.url import parse_size, read_options, split_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,8 +33,9 @@ class MemoryStore(Store):
 
     is_immediate: ClassVar[bool] = True
 
-    def __init__(self, limit_bytes: int = 4 * 2**30) -> None:
+    def __init__(self, limit_bytes: int = 4 * 2**30, *, namespace: str | None = None) -> None:
         super().__init__()
+        self.namespace = "" if namespace is None else parse_namespace(namespace)
         if limit_bytes < 1:
             raise MethodError(f"a memory store of {limit_bytes} bytes holds nothing; give at least 1")
         self.limit_bytes = limit_bytes
@@ -44,10 +47,15 @@ class MemoryStore(Store):
 
     @classmethod
     def from_url(cls, rest: str) -> Self:
-        """``memory:`` or ``memory:SIZE``."""
-        size, options = split_options(cls.name, rest)
-        read_options(cls.name, options, {})
-        return cls(parse_size(size)) if size else cls()
+        """``memory:`` or ``memory:SIZE``, with ``?namespace=NAME`` for keys of a namespace."""
+        size, given = split_options(cls.name, rest)
+        for option in PACKING_OPTIONS.keys() & given:
+            raise MethodError(
+                f"store 'memory' has no option {option!r}: it keeps chunks as they are, without files; "
+                "give it to a disk, redis or fsspec store"
+            )
+        namespace = read_options(cls.name, given, {"namespace": parse_namespace}).get("namespace")
+        return cls(parse_size(size), namespace=namespace) if size else cls(namespace=namespace)
 
     @property
     def where(self) -> str:

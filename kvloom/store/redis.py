@@ -16,16 +16,11 @@ import numpy
 
 from kvloom.errors import MethodError, StoreError
 from kvloom.store.base import EntryHead, Store, StoreStats, Unreachable, check_key, is_key, stores
-from kvloom.store.format import (
-    MAX_HEADER_BYTES,
-    DamagedEntry,
-    NewerFormat,
-    decode,
-    decode_head,
-    encode,
-    head_bytes,
-)
+from kvloom.store.container import MAX_HEADER_BYTES
+from kvloom.store.format import DamagedEntry, UnreadableEntry, decode_head, head_bytes
 from kvloom.store.lookup import Lookup, Miss
+from kvloom.store.namespace import namespace_id
+from kvloom.store.packing import ENTRY_OPTIONS, Packing, entry_arguments
 from kvloom.store.url import parse_bool, parse_seconds, read_options, split_options
 
 if TYPE_CHECKING:
@@ -43,7 +38,10 @@ _SPECIAL = re.compile(r"([\\*?\[\]])")  # of the patterns that SCAN takes
 
 @stores.register("redis")
 class RedisStore(Store):
-    """Entries are values under `prefix` and their key. The server is not asked before the first call."""
+    """Entries are values under `prefix`, that of the `namespace`, and their key, written by `packing`.
+
+    The server is not asked before the first call.
+    """
 
     is_remote: ClassVar[bool] = True
 
@@ -58,8 +56,12 @@ class RedisStore(Store):
         username: str | None = None,
         password: str | None = None,
         tls: bool = False,
+        packing: Packing | None = None,
+        namespace: str | None = None,
     ) -> None:
         super().__init__()
+        self.packing = Packing.of() if packing is None else packing
+        self.namespace = namespace or ""
         try:
             import redis
             from redis import exceptions
@@ -71,7 +73,7 @@ class RedisStore(Store):
         self._failures = exceptions.ConnectionError, exceptions.TimeoutError, OSError
         self._refusals = exceptions.RedisError
         self._where = f"redis://{host}:{port}/{database}"
-        self._prefix = prefix
+        self._prefix = prefix if namespace is None else f"{prefix}{namespace_id(namespace)}:"
         # One try: whether and when to ask again is the breaker's to say.
         self._client: Any = redis.Redis(
             host=host,
@@ -87,8 +89,11 @@ class RedisStore(Store):
 
     @classmethod
     def from_url(cls, rest: str) -> Self:
-        """``redis://[USER:PASSWORD@]HOST:PORT/DB?prefix=TEXT&timeout=SECONDS&tls=true&deadline=SECONDS``."""
+        """``redis://[USER:PASSWORD@]HOST:PORT/DB?prefix=TEXT&timeout=SECONDS&tls=true&deadline=SECONDS``,
+        a namespace, and how entries are packed.
+        """
         readers = {"prefix": str, "timeout": parse_seconds, "tls": parse_bool, "deadline": parse_seconds}
+        readers |= ENTRY_OPTIONS
         place, mark, query = rest.partition("?")
         options = read_options(cls.name, split_options(cls.name, f"{mark}{query}")[1], readers)
         wanted = "write for example redis://localhost:6379/0"
@@ -109,6 +114,7 @@ class RedisStore(Store):
             username=unquote(parts.username) if parts.username else None,
             password=unquote(parts.password) if parts.password else None,
             tls=options.get("tls", False),
+            **entry_arguments(options),
         )
         store.deadline_s = options.get("deadline")
         return store
@@ -133,17 +139,13 @@ class RedisStore(Store):
             return self._miss(key, *self.absence(key))
         try:
             writable = numpy.frombuffer(content, dtype=numpy.uint8).copy().data
-            return self._hit(key, decode(key, writable), len(content))
-        except NewerFormat as error:
-            self._leave(key, str(error))
-            return self._miss(key, Miss.UNREADABLE, str(error))
-        except DamagedEntry as error:
-            self.reject(key, str(error))
-            return self._miss(key, Miss.DAMAGED, str(error))
+            return self._hit(key, self.packing.unpack(key, writable), len(content))
+        except (UnreadableEntry, DamagedEntry) as error:
+            return self._miss(key, *self._fault(key, error))
 
     def put(self, key: str, kv: ChunkKV) -> None:
         start = time.perf_counter()
-        content = b"".join(encode(key, kv))
+        content = b"".join(self.packing.pack(key, kv))
         if len(content) > MAX_VALUE_BYTES:
             raise StoreError(
                 f"cannot write to {self.where}: the entry has {len(content):,} bytes, a value at most "
@@ -179,11 +181,9 @@ class RedisStore(Store):
             return None
         try:
             return decode_head(key, memoryview(beginning), num_bytes)
-        except NewerFormat as error:
-            self._leave(key, str(error))
-        except DamagedEntry as error:
-            self.reject(key, str(error))
-        return None
+        except (UnreadableEntry, DamagedEntry) as error:
+            self._fault(key, error)
+            return None
 
     def stats(self) -> StoreStats:
         """What the server holds under the prefix; its bytes are not asked for."""

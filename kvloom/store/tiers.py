@@ -37,7 +37,9 @@ WEIGHT = 0.1  # of a new entry in the mean size of entries
 
 @stores.register("tiers")
 class TieredStore(Store):
-    """The given stores as one. An entry found in a lower one is copied into those above it."""
+    """The given stores as one, all of one namespace. An entry found in a lower one is copied into those above
+    it.
+    """
 
     def __init__(self, parts: Sequence[Store], *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -46,6 +48,12 @@ class TieredStore(Store):
         ]
         if not flat:
             raise MethodError("a store of tiers needs at least one; write for example memory:4GiB,disk:PATH")
+        if len({store.namespace for store in flat}) > 1:
+            found = ", ".join(
+                f"{repr(store.namespace) if store.namespace else 'none'} for {store.label}" for store in flat
+            )
+            raise MethodError(f"tiers have one namespace in common, got {found}; give each the same")
+        self.namespace = flat[0].namespace
         self.parts = flat
         self._tiers = [Tier(store, clock) for store in flat]
         self._tokens_per_s: float | None = None

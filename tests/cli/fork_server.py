@@ -83,7 +83,7 @@ def run(request: dict[str, Any]) -> None:
     elif replacement == "read_only":
         importlib.import_module("kvloom.store.disk").write_file = read_only
     elif replacement == "bug":
-        importlib.import_module("kvloom.loom").Loom.index = bug
+        importlib.import_module("kvloom.indexing").index_documents = bug
     elif replacement:
         importlib.import_module("kvloom.demo").run.__kwdefaults__["model"] = replacement
     cli.main(request["args"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import re
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -52,6 +54,88 @@ def test_index_then_ask_in_another_process_prefills_nothing(
     found = re.fullmatch(line, plain.sentence)
     assert found is not None, plain.sentence
     assert int(found[1]) == trace["reused_tokens"]
+
+
+def test_a_new_process_answers_from_the_disk_tier(kvloom: Kvloom, tiny_model: Path, texts: Path) -> None:
+    url = f"memory:64MiB,disk:{kvloom.folder / 'kv'}"
+    args = (texts, "-m", tiny_model, "--store", url, "--json")
+    assert kvloom.ok("index", *args).json["new"] == 3
+    script = f"""
+import json
+from kvloom.documents import load_documents
+from kvloom.loom import Loom
+loom = Loom.from_pretrained({str(tiny_model)!r}, store={url!r})
+trace = loom.answer("Who built the bridge?", load_documents({str(texts)!r}), max_new_tokens=4).trace
+print(json.dumps(trace.as_dict()))
+"""
+    restarted = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | kvloom.env | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    trace = json.loads(restarted.stdout)
+    assert (trace["prefilled_tokens"], trace["seconds"]["prefill"]) == (0, 0)
+    assert trace["reused_tokens"] == trace["context_tokens"] > 0
+    assert [(found["hit"], found["tier"]) for found in trace["lookups"]] == [(True, "disk")] * 4
+
+
+def test_a_second_index_says_what_changed(kvloom: Kvloom, tiny_model: Path, texts: Path) -> None:
+    args = ("index", texts, "-m", tiny_model)
+    assert kvloom.ok(*args).stdout.startswith("3 documents (3 new, 0 replaced, 0 unchanged), 3 chunks, ")
+    listed = kvloom.ok("store", "list", "--documents", "--json").json
+    assert [(document["id"], document["source"]) for document in listed] == [
+        (name, str(texts)) for name in ("bridge.md", "mill.txt", "more/abbey.txt")
+    ]
+    assert all(document["recipe"] and document["num_tokens"] for document in listed)
+    files = {path: path.stat().st_mtime_ns for path in kvloom.store.rglob("*.json")}
+    first = kvloom.ok(*args, "--json").json
+    assert (first["documents_unchanged"], first["new"], first["computed_tokens"]) == (3, 0, 0)
+    assert first["tokens"] == sum(document["num_tokens"] for document in listed)
+    assert {path: path.stat().st_mtime_ns for path in kvloom.store.rglob("*.json")} == files
+
+    (texts / "mill.txt").write_text("The mill burned down.")
+    kvloom.store.joinpath(listed[0]["keys"][0][:2], f"{listed[0]['keys'][0]}.safetensors").unlink()
+    (texts / "new.txt").write_text("The weaver left.")
+    again = kvloom.ok(*args, "--json").json
+    found = (again["documents_new"], again["documents_replaced"], again["documents_unchanged"])
+    assert (found, again["new"]) == ((1, 1, 2), 3)  # the chunk that the store lost is computed again
+    assert kvloom.ok("store", "verify").stdout == "5 entries read, 0 bad\n"
+
+    other = kvloom.folder / "other"
+    other.mkdir()
+    (other / "mill.txt").write_text("Another mill.")
+    done = kvloom.ok("index", other, "-m", tiny_model)
+    assert done.sentence == (
+        f"kvloom: 1 document of another source had the same id, such as mill.txt of {texts}"
+    )
+    compressed = kvloom.ok(
+        "store", "add", other, "-m", tiny_model, "--chunk-compressor", "streaming:keep=0.5"
+    ).stdout
+    assert compressed == "1 document: 0 new, 1 replaced, 0 unchanged; 1 chunk new, 1 freed\n"
+
+
+def test_a_store_without_documents_holds_chunks(kvloom: Kvloom, tiny_model: Path, texts: Path) -> None:
+    done = kvloom.ok("index", texts, "-m", tiny_model, "--store", f"fsspec:file://{kvloom.folder}/fs")
+    assert done.stdout.startswith("3 documents (0 new, 0 replaced, 0 unchanged), 3 chunks, ")
+    assert done.sentence.endswith(
+        "keeps no documents: the chunks are stored, but not under the documents' ids"
+    )
+
+
+def test_a_local_ray_cluster(kvloom: Kvloom, tiny_model: Path, texts: Path) -> None:
+    pytest.importorskip("ray")
+    args = ("index", texts, "-m", tiny_model, "--json", "--ray", "local")
+    done = kvloom.ok(*args, env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+    assert (done.json["documents_new"], done.json["chunks"], done.json["failed"]) == (3, 3, [])
+    assert done.json["computed_tokens"] == done.json["tokens"] > 0
+    assert done.stderr == ""
+    again = kvloom.ok("index", texts, "-m", tiny_model, "--json").json
+    assert (again["documents_unchanged"], again["new"]) == (3, 0)
+    assert kvloom.refused("index", texts, "-m", tiny_model, "--ray-workers", "2") == (
+        "--ray-workers is for a Ray cluster; name it with --ray ADDRESS, or --ray local"
+    )
 
 
 def test_a_process_from_nothing_gives_the_same_answer(kvloom: Kvloom, tiny_model: Path, texts: Path) -> None:
@@ -182,12 +266,22 @@ def test_only_a_terminal_sees_a_bar(kvloom: Kvloom, tiny_model: Path, many: Path
         return b"indexing" in seen
 
     wait_until(has_bar)
+    reader = threading.Thread(target=drain, args=(master,), daemon=True)  # or the bar fills the terminal
+    reader.start()
     done = start()
     assert done.code == 0
     assert "60 new" in done.stdout
     assert "\x1b" not in done.stdout
-    os.close(master)
     os.close(slave)
+    reader.join(timeout=10)
+    os.close(master)
+
+
+def drain(terminal: int) -> None:
+    """Reads until the other side is closed."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
 
 
 def test_a_closed_pipe_is_no_error(kvloom: Kvloom, tiny_model: Path, texts: Path) -> None:

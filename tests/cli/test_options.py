@@ -13,18 +13,18 @@ from typer.main import get_command
 from kvloom.cli.app import app
 
 MODEL = {"--model -m", "--store", "--chunk-tokens", "--dtype", "--device"}
-STORE = {"--store", "--json"}
+STORE = {"--store", "--namespace", "--json"}
 BENCH = {"--model -m", "--lengths", "--out", "--dtype", "--device", "--json"}
 OPTIONS = {
     "": {"--version"},  # and everywhere -h, --help
-    "index": {"source", *MODEL, "--json", "--chunk-compressor"},
+    "index": {"source", *MODEL, "--namespace", "--json", "--chunk-compressor", "--ray", "--ray-workers"},
     "ask": {
         "question",
         "source",
         *MODEL,
         *("--selector -s", "--option -o", "--reorder", "--top", "--json"),
         *("--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--stop"),
-        *("--compressor -c", "--chunk-compressor", "--explain"),
+        *("--compressor -c", "--chunk-compressor", "--explain", "--namespace"),
     },
     "verify": {
         "source",
@@ -81,8 +81,8 @@ OPTIONS = {
     "store stats": STORE,
     "store list": {"--documents", *STORE},
     "store rm": {"keys", "--all", "--yes", *STORE},
-    "store add": {"source", *MODEL, "--json"},
-    "store reindex": {"ids", *MODEL, "--json"},
+    "store add": {"source", *MODEL, "--namespace", "--json", "--chunk-compressor"},
+    "store reindex": {"ids", *MODEL, "--namespace", "--json", "--chunk-compressor"},
     "store show": {"name", *STORE},
     "store pin": {"names", *STORE},
     "store unpin": {"names", *STORE},

@@ -53,7 +53,7 @@ def test_stats_list_and_rm(kvloom: Kvloom, tiny_model: Path, texts: Path) -> Non
         "documents": [],
     }
     assert kvloom.ok("store", "stats", "--json").json["entries"] == 3
-    assert kvloom.ok("store", "rm", "--all", "--yes").stdout == "3 entries removed\n"
+    assert kvloom.ok("store", "rm", "--all", "--yes").stdout == "3 documents and 3 entries removed\n"
     assert entries(kvloom.store) == []
 
 
@@ -81,3 +81,49 @@ def test_list_reads_heads_only_and_names_what_is_damaged(
     assert f"entry {damaged.stem} is damaged: " in done.sentence
     assert kvloom("store", "verify").code == 1
     assert kvloom.ok("store", "stats", "--json").json["quarantined"] == 2
+
+
+def test_list_and_show_say_how_entries_are_written(kvloom: Kvloom, tiny_model: Path, texts: Path) -> None:
+    key_file = kvloom.folder / "store.key"
+    key_file.write_text("ab" * 32)
+    for codec, options in (("int8+zstd", ""), ("bf16", f"&key_file={key_file}")):
+        url = f"disk:{kvloom.folder}/kv-{codec}?codec={codec}{options}"
+        kvloom.ok("index", texts, "-m", tiny_model, "--store", url)
+        listed = kvloom.ok("store", "list", "--store", url, "--json").json
+        assert {(entry["codec"], entry["is_encrypted"]) for entry in listed} == {(codec, bool(options))}
+        lines = kvloom.ok("store", "list", "--store", url).stdout.splitlines()
+        assert [line.split()[-2] for line in lines] == ["codec", *[codec] * len(listed)]
+        shown = kvloom.ok("store", "show", listed[0]["key"], "--store", url, "--json").json
+        assert (shown["codec"], shown["encrypted"]) == (codec, bool(options))
+        assert (
+            kvloom.ok("index", texts, "-m", tiny_model, "--store", url, "--json").json["computed_tokens"] == 0
+        )
+    assert kvloom.refused("store", "stats", "--store", "disk:x?codec=int9").startswith("unknown codec 'int9'")
+
+
+def test_a_namespace_has_entries_of_its_own(kvloom: Kvloom, tiny_model: Path, texts: Path) -> None:
+    question = ("ask", "Why?", texts, "-m", tiny_model, "--max-new-tokens", "1", "--json")
+    kvloom.ok("index", texts, "-m", tiny_model, "--namespace", "acme")
+    assert entries(kvloom.store) == []
+    assert kvloom.ok("store", "stats", "--json").json["entries"] == 0
+    for name, reused in (("acme", True), ("zeta", False)):
+        trace = kvloom.ok(*question, "--namespace", name).json["trace"]
+        assert (trace["prefilled_tokens"] == 0) is reused
+    keys = {}
+    for name in ("acme", "zeta"):
+        listed = kvloom.ok("store", "list", "--namespace", name, "--json").json
+        keys[name] = {entry["key"] for entry in listed}
+        assert (
+            len(keys[name]) == kvloom.ok("store", "stats", "--namespace", name, "--json").json["entries"] > 0
+        )
+        assert kvloom.ok("store", "verify", "--namespace", name).code == 0
+    assert not keys["acme"] & keys["zeta"]
+    key = min(keys["acme"])
+    assert kvloom.refused("store", "show", key, "--namespace", "zeta").startswith(f"{key} is not stored: ")
+    assert kvloom.refused("store", "rm", key).startswith(f"no entry's key begins with '{key}'")
+    removed = kvloom.ok("store", "rm", "--all", "--yes", "--namespace", "acme", "--json").json["removed"]
+    assert set(removed) == keys["acme"]
+    assert kvloom.ok("store", "stats", "--namespace", "zeta", "--json").json["entries"] == len(keys["zeta"])
+    assert kvloom.refused("store", "stats", "--namespace", "").startswith(
+        "store 'disk': option 'namespace': "
+    )

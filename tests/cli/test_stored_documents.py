@@ -86,7 +86,7 @@ def test_adding_again_computes_nothing(kvloom: Kvloom, tiny_model: Path, folder:
     assert [(document["new"], document["freed"]) for document in again] == [([], []), ([], [])]
     assert {path: path.stat().st_mtime_ns for path in entries(kvloom.store)} == before
     done = kvloom.ok("store", "add", folder, "-m", tiny_model, "--chunk-tokens", "64")
-    assert done.stdout == "2 documents: 0 new, 0 changed; 0 chunks new, 0 freed\n"
+    assert done.stdout == "2 documents: 0 new, 0 replaced, 2 unchanged; 0 chunks new, 0 freed\n"
 
 
 def test_reindex_reads_the_sources_again(kvloom: Kvloom, tiny_model: Path, folder: Path) -> None:
@@ -166,5 +166,28 @@ def test_tiers_on_the_command_line(kvloom: Kvloom, tiny_model: Path, folder: Pat
         "store 'memory:,memory:1GiB' lives and ends with one process; name one that lasts, such as disk:PATH"
     )
     assert kvloom.refused("store", "stats", "--store", "disk:x?size=1") == (
-        "store 'disk' has no option 'size'; there are: deadline, quota, sweep_after"
+        "store 'disk' has no option 'size'; "
+        "there are: codec, deadline, encrypted_only, key_file, namespace, quota, sweep_after"
     )
+
+
+def test_documents_of_a_namespace(kvloom: Kvloom, tiny_model: Path, folder: Path) -> None:
+    add(kvloom, folder, tiny_model)
+    (folder / "b.txt").unlink()
+    ours = ("--namespace", "acme")
+    command = ("store", "add", folder, "-m", tiny_model, "--chunk-tokens", "64", "--json", *ours)
+    (document,) = kvloom.ok(*command).json["documents"]
+    assert document["is_new"]
+    assert not set(document["keys"]) & stored(kvloom)
+    listed = kvloom.ok("store", "list", "--documents", *ours, "--json").json
+    assert [found["id"] for found in listed] == ["a.txt"]
+    assert len(kvloom.ok("store", "list", "--documents", "--json").json) == 2
+    assert kvloom.refused("store", "rm", "b.txt", *ours).startswith("key 'b.txt' is too short")
+    assert kvloom.ok("store", "pin", "a.txt", *ours).stdout.endswith(" pinned\n")
+    assert kvloom.ok("store", "stats", "--json").json["pinned"] == 0
+    assert kvloom.ok("store", "unpin", "a.txt", *ours).stdout.endswith(" unpinned\n")
+    reindexed = kvloom.ok("store", "reindex", "-m", tiny_model, "--chunk-tokens", "64", *ours, "--json").json
+    assert [found["keys"] for found in reindexed["documents"]] == [document["keys"]]
+    assert kvloom.ok("store", "rebuild", *ours, "--json").json["documents"] == 1
+    assert set(kvloom.ok("store", "rm", "a.txt", *ours, "--json").json["removed"]) == set(document["keys"])
+    assert len(kvloom.ok("store", "list", "--documents", "--json").json) == 2

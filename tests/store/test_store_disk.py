@@ -218,7 +218,7 @@ def test_the_file_of_another_key_is_a_miss(store, make_chunk, make_key):
 def test_a_later_version_is_a_miss_that_stays(store, make_chunk, make_key, caplog, assert_same):
     store.put(make_key(0), make_chunk())
     path = file_of(store, make_key(0))
-    content = path.read_bytes().replace(b'"version":"1"', b'"version":"2"')
+    content = path.read_bytes().replace(b'"version":"1"', b'"version":"3"')
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -226,7 +226,7 @@ def test_a_later_version_is_a_miss_that_stays(store, make_chunk, make_key, caplo
     assert path.read_bytes() == content
     (rejection,) = store.rejections
     assert rejection.set_aside is False
-    assert "has format version 2" in rejection.reason
+    assert "has format version 3" in rejection.reason
     assert len(caplog.records) == 1
     assert store.verify() == [rejection]
     store.put(make_key(0), make_chunk())

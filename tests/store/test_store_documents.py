@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from kvloom.errors import DocumentError, StoreError
 from kvloom.store import DiskStore, MemoryStore, Store, open_store
-from kvloom.store import eviction as eviction_module
+from kvloom.store import documents as documents_module
 from kvloom.store.documents import Change, content_hash
 
 
@@ -40,10 +40,16 @@ def fill(make_chunk, make_key):
 def test_record_show_list_and_remove(store, fill):
     one, two = fill(store, 1, 2), fill(store, 3)
     documents = store.documents
-    assert documents.record("b", one, source="b.txt", content_hash="h") == Change(new=tuple(one))
+    change = documents.record("b", one, source="b.txt", content_hash="h", recipe="r", num_tokens=6)
+    assert change == Change(new=tuple(one))
+    documents.record("a\N{NO-BREAK SPACE}", two)
+    documents.remove("a\N{NO-BREAK SPACE}")
+    two = fill(store, 3)
     documents.record("a", two)
     found = documents.get("b")
     assert (found.id, found.keys, found.source, found.content_hash) == ("b", tuple(one), "b.txt", "h")
+    assert (found.recipe, found.num_tokens) == ("r", 6)
+    assert documents.all()[1] == found
     assert [document.id for document in store.documents.all()] == ["a", "b"]
     assert documents.get("c") is None
     assert documents.remove("b") == Change(freed=tuple(one))
@@ -82,7 +88,7 @@ def test_missing_chunks_are_named(store, fill, make_key):
     assert store.documents.remove("a").freed == tuple(keys)
 
 
-@pytest.mark.parametrize("id", ["", "  ", "a\nb", None])
+@pytest.mark.parametrize("id", ["", "  ", "a\nb", "a\u2028b", "\udcff", None, 3])
 def test_an_id_is_a_line_of_text(store, id):
     with pytest.raises(DocumentError, match="is not a line of text; give it one"):
         store.documents.record(id, [])
@@ -196,7 +202,7 @@ def test_documents_are_private_files_with_ids_that_cannot_leave_the_folder(disk)
 
 def test_failures_are_sentences(disk, fill, monkeypatch):
     keys = fill(disk, 1)
-    monkeypatch.setattr(eviction_module, "LOCK_S", 0.1)
+    monkeypatch.setattr(documents_module, "PATIENCE_S", 0.1)
     with FileLock(disk.path / "store.lock"), pytest.raises(StoreError, match="is kept by another process"):
         disk.documents.record("a", keys)
     (disk.path / "documents").write_bytes(b"")

@@ -152,11 +152,29 @@ def test_an_index_of_other_tables_is_made_anew(store, make_chunk, make_key):
     assert (store.path / "index.sqlite.damaged").exists()
 
 
+def test_an_index_of_an_earlier_version_is_made_anew_in_place(store, make_chunk, make_key):
+    store.put(make_key(0), make_chunk())
+    store.documents.record("a", [make_key(0)], recipe="r", num_tokens=3)
+    store.index.close()
+    with sqlite3.connect(store.path / "index.sqlite") as db:
+        db.execute("DROP TABLE documents")
+        db.execute("CREATE TABLE documents (id TEXT PRIMARY KEY)")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    reopened = DiskStore(store.path)
+    assert reopened.absence(make_key(1))[0] is Miss.UNKNOWN  # it has not seen everything from the start
+    (document,) = reopened.documents.all()
+    assert (document.id, document.recipe, document.num_tokens) == ("a", "r", 3)
+    assert reopened.rebuild() == 1
+    assert set(rows(reopened)) == {make_key(0)}
+    assert not (store.path / "index.sqlite.damaged").exists()
+
+
 def test_an_index_of_a_later_version_is_left_alone(store, make_chunk, make_key, assert_same, caplog):
     store.put(make_key(0), make_chunk())
     store.index.close()
     db = sqlite3.connect(store.path / "index.sqlite")
-    db.execute("PRAGMA user_version = 2")
+    db.execute("PRAGMA user_version = 4")
     db.commit()
     db.close()
     reopened = DiskStore(store.path, quota_bytes=10**6)
@@ -164,8 +182,8 @@ def test_an_index_of_a_later_version_is_left_alone(store, make_chunk, make_key, 
         reopened.put(make_key(1), make_chunk(2.0))
     assert_same(reopened.get(make_key(1)), make_chunk(2.0))
     assert reopened.index.num_bytes() is None
-    assert "its version is 2, beyond 1; update kvloom" in caplog.text
-    assert sqlite3.connect(store.path / "index.sqlite").execute("PRAGMA user_version").fetchone() == (2,)
+    assert "its version is 4, beyond 3; update kvloom" in caplog.text
+    assert sqlite3.connect(store.path / "index.sqlite").execute("PRAGMA user_version").fetchone() == (4,)
     assert reopened.absence(make_key(5))[0] is Miss.UNKNOWN
 
 

@@ -43,7 +43,7 @@ def test_each_reason_of_a_disk_store(disk, make_chunk, make_key):
     disk.delete(keys[2])
     os.truncate(files[3], 100)
     files[4].unlink()
-    files[5].write_bytes(files[5].read_bytes().replace(b'"version":"1"', b'"version":"2"'))
+    files[5].write_bytes(files[5].read_bytes().replace(b'"version":"1"', b'"version":"3"'))
     reasons = [Miss.NEVER_STORED, Miss.EVICTED, Miss.DELETED, Miss.DAMAGED, Miss.VANISHED, Miss.UNREADABLE]
     assert [disk.lookup(key).reason for key in keys] == reasons
     assert [DiskStore(disk.path).lookup(key).reason for key in keys] == reasons  # and after a restart

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from kvloom.errors import MethodError
 from kvloom.store import DiskStore, MemoryStore, open_store
 from kvloom.store.tiers import TieredStore
-from kvloom.store.url import parse_duration, parse_seconds, split_options, split_tiers
+from kvloom.store.url import parse_duration, parse_seconds, split_options, split_tiers, with_option
 
+DISK = "codec, deadline, encrypted_only, key_file, namespace, quota, sweep_after"
 SCHEMES = {"memory", "disk", "redis", "fsspec"}
 
 
@@ -62,24 +63,30 @@ def test_several_urls_make_tiers(tmp_path):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("disk:x?qouta=1GiB", "store 'disk' has no option 'qouta'; there are: deadline, quota, sweep_after"),
+        ("disk:x?qouta=1GiB", f"store 'disk' has no option 'qouta'; there are: {DISK}"),
         ("disk:x?quota=lots", "store 'disk': option 'quota': size 'lots' is not a number with a unit"),
         ("disk:x?sweep_after=-1", "option 'sweep_after': '-1' is not a number of seconds"),
         ("disk:x?deadline=0", "option 'deadline': 0 seconds leave no time; give more than 0"),
         ("disk:x?quota", "'quota' is not of the form option=value&option=value; write a question mark"),
         ("disk:x?quota=1&quota=2", "option 'quota' is given twice"),
         ("disk:?quota=1", "store 'disk:' names no folder; write 'disk:PATH'"),
-        ("memory:1GiB?quota=2", "store 'memory' has no option 'quota'; there are: none"),
+        ("memory:1GiB?quota=2", "store 'memory' has no option 'quota'; there are: namespace"),
         ("memory:1GiB,disk:", "store 'disk:' names no folder"),
         ("tiers:", "store 'tiers:' names no tier; write for example memory:4GiB,disk:PATH"),
         ("redis:", "store 'redis:' names no server"),
         ("redis://h:x/0", "store 'redis': Port could not be cast"),
         ("redis://h:99999/0", "store 'redis': Port out of range"),
         ("redis://h/db", "a database that is no number"),
-        ("redis://h?time=1", "has no option 'time'; there are: deadline, prefix, timeout, tls"),
+        (
+            "redis://h?time=1",
+            "has no option 'time'; there are: codec, deadline, encrypted_only, key_file, namespace, prefix,",
+        ),
         ("redis://h?tls=yes", "option 'tls': 'yes' is neither true nor false"),
         ("fsspec:/a", "store 'fsspec:/a' names no file system; write for example fsspec:s3://bucket/kv"),
-        ("fsspec:memory://a?x=1", "store 'fsspec' has no option 'x'; there are: deadline"),
+        (
+            "fsspec:memory://a?x=1",
+            "store 'fsspec' has no option 'x'; there are: codec, deadline, encrypted_only, key_file,",
+        ),
     ],
 )
 def test_wrong_urls_are_refused_in_a_sentence(url, message, tmp_path, monkeypatch):
@@ -95,8 +102,32 @@ def test_wrong_urls_are_refused_in_a_sentence(url, message, tmp_path, monkeypatc
 def test_options_come_back_as_they_were_quoted(options, place):
     from urllib.parse import quote, urlencode
 
-    query = f"?{urlencode(options)}" if options else ""
+    query = f"?{urlencode(options, quote_via=quote)}" if options else ""
     assert split_options("disk", quote(place) + query) == (place, options)
+
+
+@pytest.mark.parametrize(
+    ("query", "options"),
+    [
+        ("codec=int8+zstd", {"codec": "int8+zstd"}),
+        ("codec=int8%2Bzstd&key_file=/a+b/c%20d", {"codec": "int8+zstd", "key_file": "/a+b/c d"}),
+        ("+=+", {"+": "+"}),
+    ],
+)
+def test_a_plus_is_a_plus(query, options):
+    assert split_options("disk", f"/a+b?{query}") == ("/a+b", options)
+
+
+@given(st.text(min_size=1), st.text(), st.text())
+def test_one_more_option(name, value, other):
+    from urllib.parse import quote
+
+    url = with_option("disk:/a", quote(name, safe=""), value)
+    assert split_options("disk", url) == ("disk:/a", {name: value})
+    if name != "other":
+        both = with_option(url, "other", other)
+        assert split_options("disk", both) == ("disk:/a", {name: value, "other": other})
+    assert split_tiers(url, SCHEMES) == [url]
 
 
 @given(st.text())
