@@ -10,6 +10,7 @@ SplicedCache --generate--> Answer
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
@@ -93,6 +94,18 @@ class Loom:
         model, tokenizer = load(name_or_path, dtype=dtype, device=device, **model_kwargs)
         format, compressor = prompt_format, chunk_compressor
         return cls(model, tokenizer, store=store, prompt_format=format, chunk_compressor=compressor)
+
+    def twin(
+        self, *, store: str | Store | None = None, chunk_compressor: Compressor | str | None = None
+    ) -> Loom:
+        """The same model over another store, or with chunks compressed otherwise; None: as it is here."""
+        other = copy.copy(self)
+        if store is not None:
+            other.store = open_store(store)
+        if chunk_compressor is not None:
+            other.chunk_compressor = as_compressor(chunk_compressor)
+        other.chunks = ChunkSource(other.decoder, other.store, other.chunk_compressor)
+        return other
 
     # --- documents -> chunks -> store
 

@@ -213,8 +213,11 @@ def explicit_method(text: str, decoder: Decoder) -> str:
 
     They become part of the text, so that a run says them, and is not resumed under another profile.
     """
-    name, _, options = text.partition(":")
+    method, at, compressor = text.partition("@")
+    name, _, options = method.partition(":")
     if re.search(r"(^|,)layers=", options):
         return text
     layers = with_profile(name, {}, decoder).get("layers")
-    return text if layers is None else f"{name}:{options}{',' if options else ''}layers={layers}"
+    if layers is None:
+        return text
+    return f"{name}:{options}{',' if options else ''}layers={layers}{at}{compressor}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvloom.bench.bound import Shapes, Work, forward
-from kvloom.bench.measure import account, fitting, in_turns, over, own_attention, ratio, spread, timed
+from kvloom.bench.measure import account, fitting, in_turns, own_attention, ratio, spread, timed
 from kvloom.bench.models import STORE
 from kvloom.bench.rates import Rates
 from kvloom.bench.texts import documents
@@ -72,7 +72,7 @@ def _measure(
     num_tokens = sum(map(len, ids))
 
     def index() -> float:
-        fresh = over(loom, STORE)
+        fresh = loom.twin(store=STORE)
         return timed(loom.decoder, lambda: fresh.index(texts))
 
     runs = {"index": index, "transformers": lambda: one_by_one(loom.decoder, ids)}

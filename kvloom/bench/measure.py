@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import platform
 import tempfile
@@ -17,10 +16,8 @@ import torch
 import kvloom
 from kvloom.attention_function import ATTENTION
 from kvloom.bench.bound import Shapes
-from kvloom.chunk_source import ChunkSource
 from kvloom.errors import EvalError, MethodError
 from kvloom.eval.journal import versions
-from kvloom.store import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,14 +98,6 @@ def transformers_generate(decoder: Decoder, ids: torch.Tensor, num_new: int, **o
         pad_token_id=0,
         **options,
     )
-
-
-def over(loom: Loom, store: str) -> Loom:
-    """The same model over another store."""
-    twin = copy.copy(loom)
-    twin.store = open_store(store)
-    twin.chunks = ChunkSource(loom.decoder, twin.store, loom.chunk_compressor)
-    return twin
 
 
 @contextmanager

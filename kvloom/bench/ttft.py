@@ -18,7 +18,6 @@ from kvloom.bench.measure import (
     disk_store,
     fitting,
     in_turns,
-    over,
     own_attention,
     ratio,
     spread,
@@ -148,7 +147,7 @@ def run(
                 on_progress(place * total + done, len(fit) * total)
 
         with disk_store() as url:
-            taken = _take(loom, over(loom, url), prompt, every, repeats, shapes, rates, progress)
+            taken = _take(loom, loom.twin(store=url), prompt, every, repeats, shapes, rates, progress)
         found["results"] += _lines(length, prompt, taken, shapes, rates)
         found["rates"][str(length)] = rates.as_dict()
         if on_length is not None:

@@ -20,8 +20,9 @@ def evaluate(
         typer.Option(
             "--method",
             "-s",
-            metavar="NAME[:OPTION=VALUE,...]",
-            help="A selector with its options, and reorder=true; repeatable; full and none are the anchors.",
+            metavar="NAME[:OPTION=VALUE,...][@COMPRESSOR]",
+            help="A selector with its options, and reorder=true; after @ what compresses the chunks, as in "
+            "none@infokv:keep=0.5; repeatable; full and none are the anchors.",
             show_default=False,
         ),
     ] = None,

@@ -36,6 +36,7 @@ def configure() -> None:
     logging.getLogger("kvloom.profile").setLevel(logging.INFO)  # layers that nobody named on the command line
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # memory profiling warns of what was there before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which tells when it starts and stops
     # Threads that spin while they wait make everything several times slower on a machine that has other work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -116,7 +116,7 @@ def view(
         panels = []
         for number, method in enumerate(ran):
             activity.update(number, len(ran))
-            panels.append(drawing.look(loom, prompt, method.selector, method.reorder))
+            panels.append(drawing.look(method.over(loom), prompt, method.selector, method.reorder))
     page = drawing.page(
         asked.question,
         asked.documents,

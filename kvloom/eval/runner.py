@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvloom
+from kvloom.compressors import Compressor, as_compressor
 from kvloom.errors import ContextTooLong, EvalError, MethodError
 from kvloom.eval import metrics
 from kvloom.eval.benchmark import Benchmark, Sample, as_passages, digest, joined
@@ -40,31 +41,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Method:
-    """A selector and whether the documents are reordered by it; `label` is how it was written."""
+    """A selector, whether the documents are reordered by it, and what compresses the chunks before they are
+    stored; `label` is how it was written.
+    """
 
     label: str
     selector: Selector
     reorder: Reorder = False
+    chunk_compressor: Compressor | None = None
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """From ``NAME`` or ``NAME:OPTION=VALUE,...``; ``reorder=true`` or ``reorder=chunks`` is the runner's
-        own.
+        """From ``NAME[:OPTION=VALUE,...][@COMPRESSOR[:OPTION=VALUE,...]]``; ``reorder=true`` or
+        ``reorder=chunks`` is the runner's own.
 
         A comma separates options only where NAME= follows, so that ``layers=17,18`` stays one value.
         """
-        name, _, rest = text.partition(":")
+        written, at, compressor = text.partition("@")
+        name, _, rest = written.partition(":")
         options = split_options(text, rest)
         wish = options.pop("reorder", "false")
         choices: dict[str, Reorder] = {"false": False, "true": True, "chunks": "chunks"}
         if wish not in choices:
             raise MethodError(f"method {text!r}: reorder is true, false or chunks, not {wish!r}")
-        return cls(text, as_selector(name, options), choices[wish])
+        selector = as_selector(name, options)
+        if not at:
+            return cls(text, selector, choices[wish])
+        if not selector.reuses:
+            raise MethodError(f"method {text!r}: {name} takes no chunk from the store, so none is compressed")
+        name, _, rest = compressor.partition(":")
+        return cls(text, selector, choices[wish], as_compressor(name, split_options(text, rest)))
 
     @property
     def recipe(self) -> str:
         """The exact recipe, for the record."""
-        return repr(self.selector) + (f" reorder={self.reorder}" if self.reorder else "")
+        compressed = "" if self.chunk_compressor is None else f" @ {self.chunk_compressor!r}"
+        return repr(self.selector) + (f" reorder={self.reorder}" if self.reorder else "") + compressed
+
+    def over(self, loom: Loom) -> Loom:
+        """The loom, with chunks compressed as this method wants them."""
+        return loom if self.chunk_compressor is None else loom.twin(chunk_compressor=self.chunk_compressor)
 
 
 def split_options(text: str, options: str) -> dict[str, str]:
@@ -228,14 +244,15 @@ def look(
     gold = torch.tensor(loom.tokenizer.encode(sample.answers[0]))
     reserve = max(len(gold), max_new_tokens)
     loom.check_length(prompt, reserve)
-    loom.index(documents)
+    for over in {method.chunk_compressor: method.over(loom) for method in methods}.values():
+        over.index(documents)
     full_trace = Trace()
     full_cache, first = loom.prepare(prompt, Full(), reserve=reserve, trace=full_trace)
     reference = gold_logits(loom, full_cache, first, gold)
     for method in methods:
         if method.selector.reuses:
             trace = Trace()
-            cache, first = loom.prepare(
+            cache, first = method.over(loom).prepare(
                 prompt, method.selector, reorder=method.reorder, reserve=reserve, trace=trace
             )
             logits = gold_logits(loom, cache, first, gold)

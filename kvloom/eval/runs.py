@@ -7,12 +7,13 @@ do their numbers stand beside each other. A method is its recipe, whatever it wa
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
+import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from kvloom.compressors import compressors
 from kvloom.errors import EvalError
 from kvloom.eval.runner import Recipe, Result, read_lines
 from kvloom.selectors import selectors
@@ -51,6 +52,7 @@ class Entry:
             self.name == "none"
             and self.options.get("layout", "global") == "global"
             and not self.options["reorder"]
+            and "compressor" not in self.options
         )
 
     @property
@@ -202,7 +204,7 @@ def _entries(runs: Iterable[RunFolder]) -> dict[str, Entry]:
         for result in sorted(run.results, key=lambda result: places.get(result.method, len(places))):
             if result.method not in labels.setdefault(result.recipe, []):
                 labels[result.recipe].append(result.method)
-    names = {recipe: written[0].partition(":")[0] for recipe, written in labels.items()}
+    names = {recipe: re.split("[:@]", written[0])[0] for recipe, written in labels.items()}
     options = {recipe: parse_recipe(recipe) for recipe in labels}
     shown = {recipe: _shown(name, options[recipe]) for recipe, name in names.items()}
     titles = Counter((names[recipe], text) for recipe, text in shown.items())
@@ -223,16 +225,37 @@ def _shown(name: str, options: dict[str, Any]) -> str:
     cls = selectors.get(name)
     defaults: dict[str, Any] = {"reorder": False}
     if cls is not None:
-        defaults |= {field.name: field.default for field in dataclasses.fields(cls)}
-    return " ".join(
+        defaults |= {field.name: field.default for field in fields(cls)}
+    words = [
         f"{option}={as_text(value)}"
         for option, value in options.items()
-        if option == "ratio" or option not in defaults or value != defaults[option]
-    )
+        if option != "compressor" and (option == "ratio" or value != defaults.get(option, MISSING))
+    ]
+    compressor = options.get("compressor")
+    return " ".join(words if compressor is None else [*words, _shown_compressor(compressor)])
+
+
+def _shown_compressor(recipe: str) -> str:
+    """``@ snapkv keep=0.4``: the share kept and all that is not as the compressor has it by default."""
+    class_name = recipe.partition("(")[0]
+    name = next((name for name in compressors if compressors[name].__name__ == class_name), class_name)
+    cls = compressors.get(name)
+    defaults = {} if cls is None else {field.name: field.default for field in fields(cls)}
+    words = [
+        f"{option}={as_text(value)}"
+        for option, value in parse_recipe(recipe).items()
+        if option != "reorder" and (option == "keep" or value != defaults.get(option, MISSING))
+    ]
+    return " ".join([f"@ {name}", *words])
 
 
 def parse_recipe(recipe: str) -> dict[str, Any]:
-    """The options in a recipe such as ``InfoFlow(ratio=0.15, layers='paper') reorder=True``."""
+    """The options in a recipe such as ``InfoFlow(ratio=0.15) reorder=True @ SnapKV(keep=0.4)``,
+    of which what compressed the chunks is one, "compressor".
+    """
+    recipe, _, compressor = recipe.partition(" @ ")
+    if compressor:
+        return {**parse_recipe(recipe), "compressor": compressor}
     call, _, reorder = recipe.partition(") reorder=")
     try:
         node = ast.parse(f"{call})" if reorder else call, mode="eval").body

@@ -84,9 +84,10 @@ def look(loom: Loom, prompt: Prompt, selector: Selector, reorder: Reorder = Fals
         respliced=lambda geometry: loom.splice(prompt, placement=geometry),
     )
     rows = select(selector, probe)
+    compressed = "" if loom.chunk_compressor is None else f" @ {loom.chunk_compressor!r}"
     return Panel(
-        recipe=f"{selector.recipe} reordered" if reorder else selector.recipe,
-        exact_recipe=exact_recipe,
+        recipe=f"{selector.recipe}{' reordered' if reorder else ''}{compressed}",
+        exact_recipe=exact_recipe + compressed,
         prompt=prompt,
         order=order,
         exact=probe.exact.tolist(),

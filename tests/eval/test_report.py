@@ -18,6 +18,7 @@ from kvloom.eval.benchmarks.needle import Needle
 from kvloom.eval.facts import eval_command
 from kvloom.eval.report import Report, report
 from kvloom.eval.runner import Recipe
+from kvloom.eval.runs import merge, read
 from kvloom.prompt import PromptFormat
 
 if TYPE_CHECKING:
@@ -274,6 +275,14 @@ def test_runs_that_do_not_belong_together_stand_apart(tmp_path: Path, other: dic
     assert made.markdown.count("\n## ") == 2
     assert "stands twice" not in made.markdown
     assert {"1-quality", "2-quality"} <= set(made.plots)
+
+
+def test_compressed_chunks_are_named_and_are_not_the_anchor(tmp_path: Path) -> None:
+    methods = {"none@snapkv:keep=0.4": NONE, "none": NONE, "infoflow:ratio=0.1@infokv": FLOW, "full": FULL}
+    entries = merge([read(write(tmp_path / "a", {"small": methods}))])[0].tables["small"]
+    titles = {entry.title: entry for entry in entries}
+    assert set(titles) == {"none", "full", "none @ snapkv keep=0.4", "infoflow ratio=0.1 @ infokv keep=0.4"}
+    assert [title for title, entry in titles.items() if entry.is_none] == ["none"]
 
 
 def test_geometries_and_layers_all_else_equal(tmp_path: Path) -> None:

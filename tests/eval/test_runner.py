@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import DOCUMENTS, FLOAT32, QUESTION, difference, loom_of
 
+from kvloom.compressors.knorm import Knorm
 from kvloom.errors import EvalError, MethodError
 from kvloom.eval.benchmark import Benchmark, Sample
 from kvloom.eval.metrics import kl_per_token
@@ -61,9 +62,28 @@ def test_methods_by_text() -> None:
         "infoflow:ratio": "not of the form OPTION=VALUE",
         "infoflow:reorder=maybe": "reorder is true, false or chunks",
         "infoflow:rato=1": "did you mean 'ratio'",
+        "none@snapvk": "did you mean 'snapkv'",
+        "full@snapkv": "full takes no chunk from the store",
     }.items():
         with pytest.raises(MethodError, match=message):
             Method.parse(text)
+
+
+def test_a_method_over_compressed_chunks_is_measured_beside_the_others(tmp_path: Path) -> None:
+    written = ("none", "none@random:keep=1", "none@knorm:keep=0.5", "infoflow:ratio=1@knorm:keep=0.5")
+    parsed = [Method.parse(text) for text in written]
+    assert parsed[3].selector == InfoFlow(ratio=1.0)
+    assert parsed[3].recipe == f"{InfoFlow(ratio=1.0)!r} @ {Knorm(keep=0.5)!r}"
+    loom = loom_of("llama")
+    for sample in zip(*[iter(go(loom, tmp_path, parsed))] * len(written), strict=True):
+        whole, same, half, repaired = sample
+        assert same["kl"] == pytest.approx(whole["kl"], abs=1e-6)
+        assert same["trace"]["kv_bytes"] == whole["trace"]["kv_bytes"]
+        assert abs(half["kl"] - whole["kl"]) > 1e-4
+        assert half["trace"]["kv_bytes"] < whole["trace"]["kv_bytes"]
+        assert repaired["trace"]["kv_bytes"] == half["trace"]["kv_bytes"]
+        assert repaired["trace"]["recomputed_rows"] > 0
+    assert loom.chunk_compressor is None
 
 
 def test_every_method_is_measured_against_full_prefill_over_the_gold_answer(tmp_path: Path) -> None:
