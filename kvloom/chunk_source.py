@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from kvloom.compressors.chunks import prefill_compressed
 from kvloom.errors import ContextTooLong, StoreError
 from kvloom.hf import Decoder, cat_ids
 from kvloom.prefill import packs, prefill
-from kvloom.store.lookup import Miss
+from kvloom.store.lookup import Lookup, Miss
 from kvloom.trace import Trace
 
 if TYPE_CHECKING:
@@ -89,21 +90,28 @@ class ChunkSource:
         """(index, KV) of the header, as index -1 unless it is empty, and of every chunk prefilled behind
         `behind`, the header or nothing; stored chunks come first.
 
+        While the caller works on one chunk, the next is read on a thread, unless the store never waits.
+
         A chunk that the store does not have costs its own prefill and nothing else. Seconds and tokens go to
         `trace`.
         """
         header = self._header(header_ids, trace)
         if header is not None:
             yield -1, header
+        keys = [self.key(behind, ids) for ids in chunks]
         missing: dict[str, list[int]] = {}
-        for index, ids in enumerate(chunks):
-            key = self.key(behind, ids)
-            kv = None if key in missing else self._stored(key, ids, len(behind), trace)
-            if kv is None:
-                missing.setdefault(key, []).append(index)
-            else:
-                trace.reused_tokens += kv.num_tokens
-                yield index, kv
+        with ThreadPoolExecutor(1, "kvloom-load") as reader:
+            coming: Future[Lookup] | None = None
+            for index, (key, ids) in enumerate(zip(keys, chunks, strict=True)):
+                kv = None if key in missing else self._stored(key, ids, len(behind), trace, coming)
+                if kv is None:
+                    missing.setdefault(key, []).append(index)
+                coming, after = None, index + 1
+                if after < len(keys) and keys[after] not in missing and not self.store.is_immediate:
+                    coming = reader.submit(self.store.lookup, keys[after], num_tokens=len(chunks[after]))
+                if kv is not None:
+                    trace.reused_tokens += kv.num_tokens
+                    yield index, kv
         for key, kv in self._computed(missing, chunks, header if len(behind) else None, trace):
             for index in missing[key]:
                 yield index, kv
@@ -143,16 +151,31 @@ class ChunkSource:
         trace.prefilled_tokens += kv.num_tokens
         return kv
 
-    def _stored(self, key: str, ids: Tensor, start: int, trace: Trace) -> ChunkKV | None:
+    def _stored(
+        self, key: str, ids: Tensor, start: int, trace: Trace, coming: Future[Lookup] | None = None
+    ) -> ChunkKV | None:
+        """The entry, asked for already if it is `coming`, if it is there and right; else None."""
         with trace.seconds.clock("load", self.decoder.synchronize):
-            found = self.store.lookup(key, num_tokens=len(ids))
+            found = self.store.lookup(key, num_tokens=len(ids)) if coming is None else coming.result()
         kv = found.kv
         reason = "" if kv is None else self._fault(kv, ids, start)
         if reason:
             self.store.reject(key, reason)
             found = replace(found, kv=None, reason=Miss.DAMAGED, detail=reason)
+        if found.reason in (Miss.NEVER_STORED, Miss.UNKNOWN):
+            found = replace(found, reason=self._difference(ids, start) or found.reason)
         trace.lookups.append(found.as_dict() | {"num_tokens": len(ids)})
         return found.kv
+
+    def _difference(self, ids: Tensor, start: int) -> Miss | None:
+        """What sets the chunk asked for apart from the nearest that is stored of the same tokens."""
+        kin = self.store.kin(ids)
+        compressor = "" if self.compressor is None else repr(self.compressor)
+        ours = [entry for entry in kin if entry.fingerprint == self.decoder.fingerprint]
+        if not ours:
+            return Miss.OTHER_MODEL if kin else None
+        alike = [entry for entry in ours if entry.compressor == compressor]
+        return Miss.OTHER_HEADER if alike else Miss.OTHER_COMPRESSOR
 
     def _fault(self, kv: ChunkKV, ids: Tensor, start: int) -> str:
         """Why the entry is not the chunk asked for; empty when it is."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Seconds:
     """Wall-clock seconds of each stage; a stage that did not run took 0."""
 
-    load: float = 0.0  # reading chunks from the store
+    load: float = 0.0  # waiting for chunks from the store; each lookup has what its own reading took
     prefill: float = 0.0  # computing chunks that the store did not have, and storing them
     splice: float = 0.0  # moving keys, copying values
     score: float = 0.0  # the selector's look at the cache, scoring pass included

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvloom.kv import ChunkKV
     from kvloom.store.documents import Documents
+    from kvloom.store.lookup import Kin
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +172,12 @@ class Store(ABC):
         if fault is not None:
             return self._miss(key, Miss.DAMAGED, fault.reason)
         return self._miss(key, *self.absence(key))
+
+    def kin(self, token_ids: Tensor) -> list[Kin]:
+        """How entries of the tokens (T,) were computed, under whatever key, as far as the store knows; it
+        tells why the key asked for is missing.
+        """
+        return []
 
     def _hit(self, key: str, kv: ChunkKV, num_bytes: int) -> Lookup:
         return Lookup(key=key, tier=self.label, kv=kv, num_bytes=num_bytes)

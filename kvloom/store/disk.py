@@ -31,7 +31,7 @@ from kvloom.store.folder import (
 )
 from kvloom.store.format import DamagedEntry, UnreadableEntry, decode_head
 from kvloom.store.index import ChunkIndex, IndexedChunk
-from kvloom.store.lookup import Lookup, Miss
+from kvloom.store.lookup import Kin, Lookup, Miss, content_digest
 from kvloom.store.namespace import namespace_id
 from kvloom.store.packing import ENTRY_OPTIONS, Packing, entry_arguments
 from kvloom.store.url import parse_duration, parse_seconds, parse_size, read_options, split_options
@@ -39,6 +39,8 @@ from kvloom.store.url import parse_duration, parse_seconds, parse_size, read_opt
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Self
+
+    from torch import Tensor
 
     from kvloom.kv import ChunkKV
 
@@ -157,6 +159,10 @@ class DiskStore(Store):
             return Miss.DAMAGED, text.removeprefix(f"{key}{SUFFIX} ").strip()
         return (Miss.NEVER_STORED if fate == "never" else Miss.UNKNOWN), ""
 
+    def kin(self, token_ids: Tensor) -> list[Kin]:
+        held = self.index.same_content(content_digest(token_ids))
+        return [Kin(chunk.fingerprint or "", chunk.start or 0, chunk.compressor or "") for chunk in held]
+
     def put(self, key: str, kv: ChunkKV) -> None:
         """The entry is on the disk, durably; raises ``StoreError`` if it cannot be written."""
         start = time.perf_counter()
@@ -183,6 +189,8 @@ class DiskStore(Store):
                 fingerprint=kv.fingerprint,
                 start=kv.start,
                 codec=str(self.packing.coding),
+                content=content_digest(kv.token_ids),
+                compressor=kv.compressor,
                 pinned=self.is_pinned(key),
             )
         )
@@ -346,7 +354,7 @@ class DiskStore(Store):
         except OSError as error:
             raise StoreError(f"cannot write to {quarantine}: {cause(error)}; make it writable") from error
         with contextlib.suppress(OSError):  # the entry is out of the way, and the reason is in the log
-            (quarantine / f"{key}.txt").write_text(f"{key}{SUFFIX} {reason}\n", encoding="utf-8")
+            write_file(quarantine / f"{key}.txt", [f"{key}{SUFFIX} {reason}\n".encode()])
         return True
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:

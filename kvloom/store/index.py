@@ -32,9 +32,11 @@ _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR} 
 _SCHEMA = """
 CREATE TABLE chunks (
     key TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL, created REAL NOT NULL, last_used REAL NOT NULL,
-    num_tokens INTEGER, fingerprint TEXT, start INTEGER, pinned INTEGER NOT NULL DEFAULT 0, codec TEXT
+    num_tokens INTEGER, fingerprint TEXT, start INTEGER, pinned INTEGER NOT NULL DEFAULT 0, codec TEXT,
+    content TEXT, compressor TEXT
 ) WITHOUT ROWID;
 CREATE INDEX chunks_by_use ON chunks (pinned, last_used);
+CREATE INDEX chunks_by_content ON chunks (content);
 CREATE TABLE totals (entries INTEGER NOT NULL, num_bytes INTEGER NOT NULL);
 INSERT INTO totals VALUES (0, 0);
 CREATE TRIGGER chunk_came AFTER INSERT ON chunks BEGIN
@@ -52,14 +54,17 @@ CREATE TABLE document_chunks (id TEXT NOT NULL, place INTEGER NOT NULL, key TEXT
 CREATE INDEX document_chunks_by_key ON document_chunks (key);
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
-_ROW = "key, num_bytes, created, last_used, num_tokens, fingerprint, start, pinned, codec"
+_ROW = (
+    "key, num_bytes, created, last_used, num_tokens, fingerprint, start, pinned, codec, content, compressor"
+)
 _UPSERT = f"""
-INSERT INTO chunks ({_ROW}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET
+INSERT INTO chunks ({_ROW}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET
     num_bytes = excluded.num_bytes, created = excluded.created,
     last_used = max(chunks.last_used, excluded.last_used),
     num_tokens = coalesce(excluded.num_tokens, num_tokens),
     fingerprint = coalesce(excluded.fingerprint, fingerprint), start = coalesce(excluded.start, start),
-    pinned = excluded.pinned, codec = coalesce(excluded.codec, codec)
+    pinned = excluded.pinned, codec = coalesce(excluded.codec, codec),
+    content = coalesce(excluded.content, content), compressor = coalesce(excluded.compressor, compressor)
 """
 
 T = TypeVar("T")
@@ -78,6 +83,8 @@ class IndexedChunk:
     start: int | None = None
     pinned: bool = False
     codec: str | None = None
+    content: str | None = None  # a digest of its tokens; only who wrote it knows
+    compressor: str | None = None
 
     def row(self) -> tuple[object, ...]:
         return tuple(vars(self)[name] for name in _ROW.split(", "))
@@ -192,6 +199,15 @@ class ChunkIndex:
             return ("never" if _meta(db, "from_the_start") else "unknown"), ""
 
         return self.run(work)
+
+    def same_content(self, content: str) -> list[IndexedChunk]:
+        """Entries of the same tokens, whatever computed them; a few if there are many."""
+
+        def work(db: sqlite3.Connection) -> list[IndexedChunk]:
+            rows = db.execute(f"SELECT {_ROW} FROM chunks WHERE content = ? LIMIT 16", (content,))
+            return [IndexedChunk(**dict(zip(_ROW.split(", "), row, strict=True))) for row in rows]
+
+        return self.run(work) or []
 
     # --- running
 

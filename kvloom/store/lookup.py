@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvloom.kv import ChunkKV
 
 
@@ -21,6 +24,9 @@ class Miss(StrEnum):
     DELETED = "deleted"  # someone asked for that
     VANISHED = "vanished"  # it went without a record: its file was removed from outside
     UNKNOWN = "no record"  # it is not there, and this store does not know what once was
+    OTHER_HEADER = "other header"  # the same tokens are there behind another header
+    OTHER_COMPRESSOR = "other compressor"  # ... compressed otherwise
+    OTHER_MODEL = "other fingerprint"  # ... computed by another model
     NEVER_STORED = "never stored"
 
 
@@ -30,6 +36,14 @@ class DamagedEntry(Exception):
 
 class UnreadableEntry(Exception):
     """The bytes may be right but cannot be used here, so they stay; the message completes "the entry ..."."""
+
+
+class Kin(NamedTuple):
+    """How an entry of the same tokens was computed."""
+
+    fingerprint: str
+    start: int  # tokens of the header that it was prefilled behind
+    compressor: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +77,11 @@ class Lookup:
             "seconds": self.seconds,
             "tried": [earlier.as_dict() for earlier in self.tried],
         }
+
+
+def content_digest(token_ids: Tensor) -> str:
+    """SHA-256 of the tokens (T,) alone."""
+    return hashlib.sha256(token_ids.detach().cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def most_telling(misses: tuple[Lookup, ...]) -> Lookup:

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Self
 
+    from torch import Tensor
+
     from kvloom.kv import ChunkKV
     from kvloom.store.documents import Documents
+    from kvloom.store.lookup import Kin
     from kvloom.store.metrics import StoreMetrics
 
 logger = logging.getLogger(__name__)
@@ -154,6 +157,10 @@ class TieredStore(Store):
         check_key(key)
         heads = (self._ask(tier, lambda store: store.describe(key), None) for tier in self._tiers)
         return next((head for head in heads if head is not None), None)
+
+    def kin(self, token_ids: Tensor) -> list[Kin]:
+        found = (self._ask(tier, lambda store: store.kin(token_ids), []) for tier in self._tiers)
+        return next((kin for kin in found if kin), [])
 
     def absence(self, key: str) -> tuple[Miss, str]:
         check_key(key)
