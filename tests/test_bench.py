@@ -56,6 +56,19 @@ def test_the_store_bench_measures_each_operation(tmp_path: Path) -> None:
     assert all(speed > 1e6 for speed in speeds.values())
 
 
+def test_load_reads_ahead_and_in_turn(tmp_path: Path) -> None:
+    bench: dict[str, Any] = runpy.run_path(str(BENCH / "load.py"))
+    loom = loom_of("llama", store=f"disk:{tmp_path}?codec=bf16")
+    prompt = loom.prompt("Who?", [f"{name} lives in {town}." for name, town in TOWNS])
+    loom.splice(prompt)
+    for is_ahead in (True, False):
+        whole, waited, read = bench["splice"](loom, prompt, is_ahead=is_ahead)
+        assert 0 < waited < whole
+        assert read > 0
+        assert loom.store.is_immediate is not is_ahead
+    assert type(loom.store).is_immediate is False
+
+
 def test_codecs_measures_each_codec_once_with_raw_as_its_own_yardstick(tmp_path: Path) -> None:
     bench: dict[str, Any] = runpy.run_path(str(BENCH / "codecs.py"))
     documents = tuple(Document(f"{name} lives in {town}." * 6, title=name) for name, town in TOWNS)
