@@ -185,8 +185,10 @@ class Conversation:
         """Takes up what `save` wrote; answers go on bit-identically.
 
         Raises ``StoreError`` for a file that is not a saved conversation, or one of another model, and
-        ``MethodError`` where this conversation's compressors need what was not recorded in it.
+        ``MethodError`` where this conversation's compressors need what was not recorded in it;
+        ``PromptError`` in the middle of an answer.
         """
+        self.check_is_between_turns()
         try:
             with safetensors.safe_open(str(path), "pt") as file:
                 metadata = file.metadata() or {}
@@ -198,7 +200,7 @@ class Conversation:
                 raise ValueError("it is damaged")
         except FileNotFoundError:
             raise StoreError(f"there is no saved conversation {str(path)!r}") from None
-        except (OSError, KeyError, ValueError, SafetensorError) as error:
+        except (OSError, KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
             raise StoreError(f"{str(path)!r} is not a conversation that kvloom saved: {error}") from None
         if plain["fingerprint"] != self.decoder.fingerprint:
             raise StoreError(

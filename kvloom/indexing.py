@@ -203,7 +203,7 @@ class _Run:
             if any(key not in store for key in change.missing):
                 raise StoreError(
                     f"{store.where} does not keep the {len(set(keys))} chunks of document {document.id!r}; "
-                    "raise its quota or its memory"
+                    "raise its quota or its memory, or try again if another process is removing documents"
                 )
         return replace(found, is_recorded=True, before=before, change=change)
 

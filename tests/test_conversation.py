@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import safetensors.torch
 import torch
 from byte_tokenizer import ByteTokenizer
 from plain_forward import history, plain, random_ids, rows_left, sets
@@ -216,6 +217,7 @@ def test_an_answer_that_is_not_complete_cannot_be_gone_on_after(llama_loom: Loom
         lambda: llama_loom.generate(SECOND, after=talk),
         lambda: talk.prefill(SECOND),
         lambda: talk.save(tmp_path / "half"),
+        lambda: talk.load(tmp_path / "whole"),
     ):
         with pytest.raises(PromptError, match="is not complete"):
             misuse()
@@ -343,6 +345,11 @@ def test_loading_replaces_all_that_a_conversation_held(llama_loom: Loom, tmp_pat
     assert used.cache.token_ids.tolist() == fresh.cache.token_ids.tolist()
 
 
+def foreign(text: str) -> bytes:
+    """A safetensors file that says this of itself."""
+    return safetensors.torch.save({"a": torch.zeros(1)}, {"kvloom": text})
+
+
 def test_files_that_are_refused(llama_loom: Loom, tmp_path: Path) -> None:
     path = tmp_path / "talk"
     talk_of(llama_loom.generate(FIRST, compressor=infokv(), max_new_tokens=2)).save(path)
@@ -360,6 +367,7 @@ def test_files_that_are_refused(llama_loom: Loom, tmp_path: Path) -> None:
         (bytes(flipped), "it is damaged"),
         (whole.replace(b"conversation 1", b"conversation 9"), "its format is"),
         (whole.replace(b"num_summed", b"num_sunned"), "it is damaged"),
+        *((foreign(text), "is not a conversation that kvloom saved") for text in ("[]", "null", "[" * 10**5)),
     ):
         path.write_bytes(content)
         with pytest.raises(StoreError, match=message):

@@ -230,7 +230,7 @@ def read_ratios(text: str) -> list[float]:
 
 def read_names(text: str) -> list[str]:
     """The names between commas."""
-    return [part.strip() for part in text.split(",")]
+    return [part.strip() for part in text.split(",") if part.strip()] or [text]
 
 
 def check_folder(out: Path | None, *, with_plot: bool = False) -> None:

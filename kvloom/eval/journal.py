@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 from dataclasses import asdict
 from importlib.metadata import version
@@ -36,14 +37,20 @@ class Journal:
             raise EvalError(f"cannot make the run folder {str(folder)!r}: {error.strerror}") from error
         self.results = folder / "results.jsonl"
         self._adopt(asdict(recipe))
-        self.done = {tuple(line[name] for name in self.key) for line in read_lines(self.results)}
+        lines = read_lines(self.results)
+        self.done = {tuple(line[name] for name in key) for line in lines if set(key) <= line.keys()}
 
     def _adopt(self, wanted: dict[str, Any]) -> None:
         path = self.folder / "run.json"
         if not path.exists():
-            path.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            temporary.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
             return
-        held = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            held = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError):
+            raise EvalError(f"{str(path)!r} is not the recipe of a run; give another --out folder") from None
         differing = [name for name in wanted if name != "versions" and held.get(name) != wanted[name]]
         if differing:
             what = "; ".join(
@@ -66,7 +73,7 @@ def versions() -> dict[str, str]:
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
     """Appends a JSON line; one that a crash cut short stays a line of its own."""
-    line = json.dumps(value, ensure_ascii=False) + "\n"
+    line = json.dumps(value) + "\n"  # ASCII: nothing in a text can end the line or be cut in two
     if path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n":
         line = "\n" + line
     with path.open("a", encoding="utf-8") as file:
@@ -77,10 +84,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON lines of a file, none if it does not exist; a line that a crash cut short is left out."""
     lines = []
     if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for text in path.read_bytes().split(b"\n"):
             try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
+                line = json.loads(text) if text else None
+            except (ValueError, RecursionError):
+                line = text
+            if isinstance(line, dict):
+                lines.append(line)
+            elif line is not None or text:
                 logger.warning("%s: a line was cut short and is left out", path)
     return lines
 

@@ -112,7 +112,8 @@ def read_header(content: memoryview) -> Header:
     text = bytes(content[8 : 8 + length])
     try:
         header = json.loads(text.decode())
-    except (ValueError, RecursionError):
+        canonical = _padded(_compact_json(header))
+    except (ValueError, RecursionError):  # the second line: half a surrogate pair, which is no text
         raise DamagedEntry("is damaged: its header is not JSON") from None
     require(isinstance(header, dict), "its header is not a JSON object")
     metadata = header.get("__metadata__")
@@ -124,7 +125,7 @@ def read_header(content: memoryview) -> Header:
         raise NewerFormat(f"has format version {version}, beyond {CODED}; update kvloom to read it")
     require(version in _KINDS_OF_METADATA, f"there is no format version {version}")
     # One spelling only, else a flipped bit that turns one white space into another would pass unseen.
-    require(text == _padded(_compact_json(header)), "its header is not in the canonical form")
+    require(text == canonical, "its header is not in the canonical form")
     optional = {"compressor"} if "num_layers" in metadata else set()
     are_known = set(metadata) - optional in _KINDS_OF_METADATA[version]
     require(are_known, "its metadata are not the expected ones")

@@ -170,7 +170,8 @@ class DiskStore(Store):
         pieces = self.packing.pack(key, kv)
         num_bytes = sum(len(piece) for piece in pieces)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # each, for the mode
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             if path.is_dir():
                 self.reject(key, "a folder stood in its place")
             if self._quota is not None:

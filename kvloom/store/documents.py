@@ -24,7 +24,8 @@ from kvloom.errors import DocumentError, StoreError
 from kvloom.store import document_rows
 from kvloom.store.base import Store, check_key, is_key
 from kvloom.store.eviction import POLL_S, exclusive
-from kvloom.store.files import cause, listing, write_file
+from kvloom.store.files import cause, listing, open_regular, write_file
+from kvloom.store.lookup import DamagedEntry
 
 if TYPE_CHECKING:
     import sqlite3
@@ -303,7 +304,8 @@ class FolderDocuments(Documents):
     def _read(self, path: Path) -> StoredDocument | None:
         """The document of one file; None, with a warning, for one that is not what was written."""
         try:
-            fields = json.loads(path.read_bytes())
+            with open_regular(path) as file:
+                fields = json.loads(file.read())
             checksum = fields.pop("checksum")
             version = fields.pop("version")
             if fields.pop("format") != FORMAT or set(fields) != _FIELDS:
@@ -316,7 +318,15 @@ class FolderDocuments(Documents):
             return document
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+            DamagedEntry,
+        ) as error:
             logger.warning("%s cannot be used: %s; add the document again", path, error)
             return None
 

@@ -39,7 +39,8 @@ class Quota:
     def __init__(self, store: DiskStore, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._store = store
-        self._is_counted = False  # has this process looked for entries that the index does not know?
+        # The index file in which this process has looked for entries that it does not know.
+        self._counted: int | None = None
         self._estimate: int | None = None  # of all entries, while there is no index
         self._lock = threading.Lock()
 
@@ -52,9 +53,9 @@ class Quota:
                 f"{self.num_bytes:,}; raise quota= in the store's URL"
             )
         with self._lock:
-            if not self._is_counted:
+            if self._counted is None or self._counted != store.index.file_number:
                 store.reconcile()
-                self._is_counted = True
+                self._counted = store.index.file_number
             if self._excess(key, num_bytes) > 0:
                 self._free(key, num_bytes)
             if self._estimate is not None:

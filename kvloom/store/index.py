@@ -209,6 +209,14 @@ class ChunkIndex:
 
         return self.run(work) or []
 
+    @property
+    def file_number(self) -> int | None:
+        """The inode of the index: another one after it was removed, or made anew."""
+        try:
+            return self.path.stat().st_ino
+        except OSError:
+            return None
+
     # --- running
 
     def run(self, work: Callable[[sqlite3.Connection], T]) -> T | None:

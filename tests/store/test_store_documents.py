@@ -164,7 +164,9 @@ def test_a_document_that_was_recorded_without_the_index_is_seen(disk, fill):
     assert disk.documents.remove("a").freed == (keys[1],)
 
 
-@pytest.mark.parametrize("fault", ["cut short", "a byte", "another name", "not an object", "unreadable"])
+@pytest.mark.parametrize(
+    "fault", ["cut short", "a byte", "another name", "not an object", "deep", "pipe", "unreadable"]
+)
 def test_a_damaged_document_is_left_out_with_a_warning(disk, fill, caplog, fault):
     keys = fill(disk, 1, 2)
     disk.documents.record("a", keys[:1])
@@ -179,6 +181,11 @@ def test_a_damaged_document_is_left_out_with_a_warning(disk, fill, caplog, fault
         path.rename(path.with_name(f"{'0' * 64}.json"))
     elif fault == "not an object":
         path.write_bytes(b"[]")
+    elif fault == "deep":
+        path.write_bytes(b"[" * 10**5)
+    elif fault == "pipe":
+        path.unlink()
+        os.mkfifo(path)
     else:
         path.unlink()
         path.mkdir()

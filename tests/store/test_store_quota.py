@@ -45,6 +45,16 @@ def without_index(store: DiskStore) -> None:
     store.index._asleep_until = float("inf")
 
 
+def test_an_index_that_was_removed_does_not_hide_what_there_is(store, make_chunk, make_key):
+    for number in range(4):
+        store.put(make_key(number), make_chunk(number))
+    for path in store.path.glob("index.sqlite*"):
+        path.unlink()
+    for number in range(4, 8):
+        store.put(make_key(number), make_chunk(number))
+    assert sum(path.stat().st_size for path in store.path.glob("*/*.safetensors")) <= store.quota_bytes
+
+
 @pytest.mark.parametrize("index", [True, False])
 def test_the_least_recently_used_go_first(store, make_chunk, make_key, index):
     if not index:
