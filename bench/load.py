@@ -27,7 +27,7 @@ CODECS = ("raw", "bf16", "bf16+zstd", "int8")
 
 def splice(loom: Loom, prompt: Prompt, *, is_ahead: bool) -> tuple[float, float, float]:
     """Milliseconds of all, of waiting, and of reading."""
-    loom.store.is_immediate = not is_ahead  # type: ignore[misc] # for this store alone: it is read in turn
+    loom.chunks.reads_ahead = is_ahead
     trace, start = Trace(), time.perf_counter()
     loom.splice(prompt, trace=trace)
     seconds = time.perf_counter() - start

@@ -39,6 +39,8 @@ class ChunkSource:
     def __init__(self, decoder: Decoder, store: Store, compressor: Compressor | None = None) -> None:
         self.decoder = decoder
         self.store = store
+        # Reading from page cache is work for the same cores that splice: there it pays for devices only.
+        self.reads_ahead = store.is_remote or (decoder.device.type != "cpu" and not store.is_immediate)
         self.compressor = compressor  # drops rows of every chunk before it is stored; the header stays whole
 
     def key(self, header_ids: Tensor, chunk_ids: Tensor) -> str:
@@ -90,7 +92,7 @@ class ChunkSource:
         """(index, KV) of the header, as index -1 unless it is empty, and of every chunk prefilled behind
         `behind`, the header or nothing; stored chunks come first.
 
-        While the caller works on one chunk, the next is read on a thread, unless the store never waits.
+        While the caller works on one chunk, the next is read on a thread, if `reads_ahead`.
 
         A chunk that the store does not have costs its own prefill and nothing else. Seconds and tokens go to
         `trace`.
@@ -107,7 +109,7 @@ class ChunkSource:
                 if kv is None:
                     missing.setdefault(key, []).append(index)
                 coming, after = None, index + 1
-                if after < len(keys) and keys[after] not in missing and not self.store.is_immediate:
+                if self.reads_ahead and after < len(keys) and keys[after] not in missing:
                     coming = reader.submit(self.store.lookup, keys[after], num_tokens=len(chunks[after]))
                 if kv is not None:
                     trace.reused_tokens += kv.num_tokens
@@ -125,7 +127,8 @@ class ChunkSource:
                 start = time.perf_counter()
                 kv = next(computed)
                 self._price(kv.num_tokens, time.perf_counter() - start)
-                self._store_if_possible(key, kv)
+                if key not in self._unreadable(trace):
+                    self._store_if_possible(key, kv)
             trace.prefilled_tokens += kv.num_tokens * len(missing[key])
             yield key, kv
 
@@ -146,7 +149,7 @@ class ChunkSource:
             kv = next(prefill(self.decoder, [header_ids]))
             if must_store:
                 self.store.put(key, kv)
-            else:
+            elif key not in self._unreadable(trace):
                 self._store_if_possible(key, kv)
         trace.prefilled_tokens += kv.num_tokens
         return kv
@@ -192,6 +195,10 @@ class ChunkSource:
         if any(tensor.dtype != self.decoder.dtype for tensor in (*kv.keys, *kv.values)):
             return f"its keys and values are not {self.decoder.dtype}"
         return ""
+
+    def _unreadable(self, trace: Trace) -> set[str]:
+        """Keys of entries that may be right and that someone else can read: they are not overwritten."""
+        return {found["key"] for found in trace.lookups if found["reason"] == Miss.UNREADABLE}
 
     def _store_if_possible(self, key: str, kv: ChunkKV) -> None:
         """Stores for the next question; a store that cannot be written costs this one nothing but a

@@ -50,10 +50,26 @@ def test_a_miss_says_what_sets_it_apart_from_what_is_stored(tmp_path: Path, tier
     assert keyless.kin(torch.arange(3)) == []
 
 
-class Gated(MemoryStore):
-    """Notes what it is asked for, and is not immediate."""
+def test_an_entry_of_another_key_stays_for_who_can_read_it(tmp_path: Path) -> None:
+    urls = []
+    for name in "ab":
+        (tmp_path / name).write_text(name * 64)
+        urls.append(f"disk:{tmp_path / 'chunks'}?key_file={tmp_path / name}")
+    first = made(urls[0])
+    answer = first.answer(QUESTION, DOCUMENTS, max_new_tokens=3).token_ids
+    before = {path: path.read_bytes() for path in (tmp_path / "chunks").glob("*/*.safetensors")}
+    assert len(before) == 5
+    stranger = made(urls[1])
+    assert stranger.answer(QUESTION, DOCUMENTS, max_new_tokens=3).token_ids == answer
+    assert reasons(stranger) == {"unreadable"}
+    assert {path: path.read_bytes() for path in (tmp_path / "chunks").glob("*/*.safetensors")} == before
+    assert reasons(made(urls[0])) == {None}
 
-    is_immediate = False
+
+class Gated(MemoryStore):
+    """Notes what it is asked for, and may be slow to answer."""
+
+    is_immediate, is_remote = False, True
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +96,11 @@ def test_the_next_chunk_is_read_while_the_last_is_worked_on() -> None:
     assert store.went_on.wait(10), "nothing was asked for while chunk 0 is in our hands"
     assert [index for index, _ in supplied] == [1, 2, 3]
     assert len(store.asked) == len(set(store.asked)) == len(trace.lookups) == 5
+
+
+def test_who_reads_ahead(tmp_path: Path) -> None:
+    for store, is_ahead in ((Gated(), True), (f"disk:{tmp_path}", False), ("memory:", False)):
+        assert loom_of("llama", store=store).chunks.reads_ahead is is_ahead
 
 
 def test_a_reading_that_fails_ends_the_supply_and_its_thread() -> None:

@@ -177,10 +177,16 @@ def scoring(shapes: Shapes, selector: Selector, prompt: Prompt) -> Work:
 
 
 def first_token(
-    shapes: Shapes, selector: Selector, prompt: Prompt, rows: Sequence[int], *, from_disk: bool
+    shapes: Shapes,
+    selector: Selector,
+    prompt: Prompt,
+    rows: Sequence[int],
+    *,
+    from_disk: bool,
+    is_scored: bool,
 ) -> dict[str, Work]:
     """The work of each part of the time to first token, under the names of `Trace.seconds`; `rows` are the
-    context rows computed again.
+    context rows computed again; nothing is scored where no row has a choice, as of a single chunk.
     """
     num_context, num_tokens = len(prompt.context_ids), prompt.num_tokens
     if not selector.reuses:
@@ -189,7 +195,7 @@ def first_token(
     return {
         "load": Work(loaded_bytes=held if from_disk else 0),
         "splice": Work(moved_bytes=2 * held),
-        "score": scoring(shapes, selector, prompt),
+        "score": scoring(shapes, selector, prompt) if is_scored else Work(),
         "recompute": forward(shapes, [*rows, *range(num_context, num_tokens)]),
     }
 

@@ -95,8 +95,7 @@ def check_name(name: str) -> None:
     shape = name.removeprefix(RANDOM)
     if name.startswith(RANDOM) and shape not in SHAPES:
         raise ModelError(
-            f"unknown shape {name!r}{did_you_mean(shape, SHAPES)}; there are: "
-            f"{', '.join(RANDOM + known for known in SHAPES)}"
+            f"unknown shape {name!r}{did_you_mean(name, dict.fromkeys(RANDOM + known for known in SHAPES))}"
         )
 
 

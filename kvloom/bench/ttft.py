@@ -95,8 +95,7 @@ def ways(methods: Sequence[str], ratios: Sequence[float]) -> list[Way]:
     for name in methods:
         known = {TRANSFORMERS: None} | dict.fromkeys(selectors)
         if name not in known:
-            hint = did_you_mean(name, known)
-            raise MethodError(f"unknown method {name!r}{hint}; there are: {', '.join(sorted(known))}")
+            raise MethodError(f"unknown method {name!r}{did_you_mean(name, known)}")
     found: list[Way] = []
     for name in dict.fromkeys(methods):
         if name == TRANSFORMERS:
@@ -206,7 +205,15 @@ def _once(loom: Loom, prompt: Prompt, selector: Selector | None) -> Taken:
 def _works(shapes: Shapes, way: Way, prompt: Prompt, trace: Trace) -> dict[str, Work]:
     if way.selector is None:
         return {"recompute": forward(shapes, range(prompt.num_tokens))}
-    return first_token(shapes, way.selector, prompt, trace.rows, from_disk=way.from_disk)
+    recomputed = (len(trace.rows) + len(prompt.question_ids)) * shapes.num_layers
+    return first_token(
+        shapes,
+        way.selector,
+        prompt,
+        trace.rows,
+        from_disk=way.from_disk,
+        is_scored=trace.token_layers > recomputed,
+    )
 
 
 def _lines(

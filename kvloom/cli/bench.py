@@ -106,7 +106,12 @@ def ttft(
 def index(
     model: BenchModel = None,
     lengths: Annotated[
-        str, typer.Option("--lengths", metavar="N,...", help="Tokens of all chunks; 2K is 2048.")
+        str,
+        typer.Option(
+            "--lengths",
+            metavar="N,...",
+            help="Tokens of all chunks, which are whole, so some more; 2K is 2048.",
+        ),
     ] = "2K,4K",
     repeats: Repeats = 3,
     chunk_tokens: ChunkLength = 512,

@@ -8,7 +8,7 @@ import typer
 from kvloom.cli import stored
 from kvloom.cli.failures import FAILURE
 from kvloom.cli.options import AsJson, GroupHelp, Namespace, StoreUrl
-from kvloom.cli.output import Activity, count, echo_json, size
+from kvloom.cli.output import Activity, count, echo_json, remark, size
 from kvloom.cli.stored import MIN_PREFIX, all_documents, find_document, only_key, open_shared
 from kvloom.errors import MethodError
 
@@ -73,6 +73,8 @@ def list_entries(
         return
     if heads:
         typer.echo(f"{'key':<16}  {'tokens':>7}  {'size':>9}  {'start':>5}  {'codec':<9}  model")
+    else:
+        remark(f"nothing is stored in {opened.where}")
     for head in heads:
         typer.echo(
             f"{head.key[:16]}  {head.num_tokens:>7,}  {size(head.num_bytes):>9}  {head.start:>5}  "
@@ -133,7 +135,7 @@ def remove(
 def verify(store: StoreUrl = None, namespace: Namespace = None, json: AsJson = False) -> None:
     """Read every entry and set the damaged ones aside.
 
-    The exit code is 1 when there was one.
+    The exit code is 1 when there was one, or one that cannot be read here, such as an entry of another key.
     """
     opened = open_shared(store, namespace)
     with Activity("reading (entries)") as activity:
@@ -143,6 +145,9 @@ def verify(store: StoreUrl = None, namespace: Namespace = None, json: AsJson = F
         echo_json(result)
     else:
         typer.echo(f"{_entries(activity.done)} read, {len(rejections):,} bad")
+        left = [rejection for rejection in rejections if not rejection.set_aside]
+        if left:
+            remark(f"{len(left):,} left in place; the first {left[0].reason}")
     if rejections:
         raise typer.Exit(FAILURE)
 

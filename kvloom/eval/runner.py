@@ -12,7 +12,7 @@ every chunk in the store.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -245,7 +245,8 @@ def look(
     reserve = max(len(gold), max_new_tokens)
     loom.check_length(prompt, reserve)
     for over in {method.chunk_compressor: method.over(loom) for method in methods}.values():
-        over.index(documents)
+        # Without ids: what one compressor stores of a document would free what another has of it.
+        over.index([replace(document, id=None) for document in documents])
     full_trace = Trace()
     full_cache, first = loom.prepare(prompt, Full(), reserve=reserve, trace=full_trace)
     reference = gold_logits(loom, full_cache, first, gold)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _EXACT_SAMPLES = 14  # up to here all sign patterns are tried, at most 16,384
 _BLOCK = 1_000_000  # draws in memory at a time
+NO_GAP = 1e-9  # nats; what rounding alone makes of none, such as of a single chunk
 _KEPT = 4  # drawings; a report goes through its comparisons one after the other
 
 
@@ -97,7 +98,7 @@ def gap_closed(
     _check_pairs(none=none, method=method, full=base)
     gaps = np.stack([none - base, method - base], axis=1)  # (n, 2)
     gap, rest = gaps.mean(0)
-    if gap <= 0:
+    if gap <= NO_GAP:
         return Interval(nan, nan, nan, "there is no gap to close: none is no worse than full")
     means = _resampled_means(gaps, seed, resamples)
     has_gap = means[:, 0] > 0

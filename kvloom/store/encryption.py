@@ -138,9 +138,11 @@ def unseal(content: memoryview, read: Header, secret: StoreKey | None) -> memory
     require(_NONCE.fullmatch(metadata["nonce"]) is not None, f"its nonce is {metadata['nonce']!r}")
     if metadata["cipher"] != CIPHER:
         raise UnreadableEntry(f"is encrypted by {metadata['cipher']!r}; update kvloom to read it")
-    give = f"give that as key_file=FILE or ${ENVIRONMENT}"
+    give = f"give the first as key_file=FILE or ${ENVIRONMENT}"
     if secret is None:
-        raise UnreadableEntry(f"is encrypted with the key {metadata['key_id']}; {give}")
+        raise UnreadableEntry(
+            f"is encrypted with the key {metadata['key_id']}; give it as key_file=FILE or ${ENVIRONMENT}"
+        )
     if metadata["key_id"] != secret.id:
         raise UnreadableEntry(f"is encrypted with the key {metadata['key_id']}, not with {secret.id}; {give}")
     from cryptography.exceptions import InvalidTag

@@ -75,7 +75,7 @@ def test_recompute_and_scoring_are_what_torch_counts() -> None:
     shapes, selector = Shapes.of(loom.decoder), InfoFlow(ratio=0.2, layers="0-0.6")
     cache = loom.splice(prompt)
     rows = loom.select(cache, prompt, selector)
-    works = first_token(shapes, selector, prompt, rows.tolist(), from_disk=True)
+    works = first_token(shapes, selector, prompt, rows.tolist(), from_disk=True, is_scored=True)
     linear, attention = counted(lambda: loom.select(cache, prompt, selector))
     assert works["score"].linear_flops == linear == 2 * len(prompt.question_ids) * 2 * LINEAR
     assert works["score"].attention_flops <= attention
@@ -84,8 +84,11 @@ def test_recompute_and_scoring_are_what_torch_counts() -> None:
     assert works["recompute"].attention_flops <= attention
     held = len(prompt.context_ids) * NUM_LAYERS * KV * 4
     assert (works["load"].loaded_bytes, works["splice"].moved_bytes) == (held, 2 * held)
-    assert first_token(shapes, selector, prompt, [], from_disk=False)["load"].loaded_bytes == 0
-    assert set(first_token(shapes, Full(), prompt, [], from_disk=False)) == {"recompute"}
+    assert (
+        first_token(shapes, selector, prompt, [], from_disk=False, is_scored=True)["load"].loaded_bytes == 0
+    )
+    assert first_token(shapes, selector, prompt, [], from_disk=True, is_scored=False)["score"] == Work()
+    assert set(first_token(shapes, Full(), prompt, [], from_disk=False, is_scored=True)) == {"recompute"}
 
 
 def test_what_methods_compute_to_choose() -> None:

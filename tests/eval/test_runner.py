@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -84,6 +85,15 @@ def test_a_method_over_compressed_chunks_is_measured_beside_the_others(tmp_path:
         assert repaired["trace"]["kv_bytes"] == half["trace"]["kv_bytes"]
         assert repaired["trace"]["recomputed_rows"] > 0
     assert loom.chunk_compressor is None
+    named = [
+        replace(
+            sample,
+            documents=tuple(Document(d.text, id=f"d{place}") for place, d in enumerate(sample.documents)),
+        )
+        for sample in SAMPLES
+    ]
+    for result in look(loom, Small(), named[0], parsed, recipe_of(loom, parsed)):
+        assert result.trace["prefilled_tokens"] == 0, "all chunks are there before the clock starts"
 
 
 def test_every_method_is_measured_against_full_prefill_over_the_gold_answer(tmp_path: Path) -> None:

@@ -209,8 +209,11 @@ def test_a_wrong_key_is_a_miss_that_stays_and_says_which(
     wrong = tmp_path / "other.key"
     wrong.write_text(OTHER.secret.hex())
     for options, reason in (
-        ({"key_file": wrong}, f"is encrypted with the key {SECRET.id}, not with {OTHER.id}; give that as"),
-        ({}, f"is encrypted with the key {SECRET.id}; give that as key_file=FILE or $KVLOOM_STORE_KEY"),
+        (
+            {"key_file": wrong},
+            f"is encrypted with the key {SECRET.id}, not with {OTHER.id}; give the first as",
+        ),
+        ({}, f"is encrypted with the key {SECRET.id}; give it as key_file=FILE or $KVLOOM_STORE_KEY"),
     ):
         theirs = DiskStore(tmp_path / "chunks", packing=Packing.of(**options))
         assert theirs.get(make_key(0)) is None
