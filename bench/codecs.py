@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvloom import Full, InfoFlow, Loom, NoRecompute, Selector
-from kvloom.chunk_source import ChunkSource
 from kvloom.errors import ContextTooLong
 from kvloom.eval import benchmark, metrics
 from kvloom.eval.comparison import SEED
@@ -85,12 +84,10 @@ def measure(
     gold = torch.tensor(loom.tokenizer.encode(sample.answers[0]))
     loom.check_length(prompt, len(gold))
     plain = MemoryStore(STORE_BYTES)
-    loom.chunks = ChunkSource(loom.decoder, plain)
-    loom.index(sample.documents)
+    loom.twin(store=plain).index(sample.documents)
 
     def scored(store: MemoryStore, method: Selector) -> Tensor:
-        loom.chunks = ChunkSource(loom.decoder, store)
-        logits = gold_logits(loom, *loom.prepare(prompt, method, reserve=len(gold)), gold)
+        logits = gold_logits(loom, *loom.twin(store=store).prepare(prompt, method, reserve=len(gold)), gold)
         assert not store.rejections, store.rejections
         return logits
 

@@ -70,7 +70,7 @@ def test_load_reads_ahead_and_in_turn(tmp_path: Path) -> None:
 
 def test_codecs_measures_each_codec_once_with_raw_as_its_own_yardstick(tmp_path: Path) -> None:
     bench: dict[str, Any] = runpy.run_path(str(BENCH / "codecs.py"))
-    documents = tuple(Document(f"{name} lives in {town}." * 6, title=name) for name, town in TOWNS)
+    documents = tuple(Document(f"{name} lives in {town}." * 6, id=name, title=name) for name, town in TOWNS)
     samples = [
         Sample(f"s{n}", f"Where does {TOWNS[n][0]} live?", (TOWNS[n][1],), documents) for n in range(2)
     ]
