@@ -166,11 +166,11 @@ class ChunkSource:
             self.store.reject(key, reason)
             found = replace(found, kv=None, reason=Miss.DAMAGED, detail=reason)
         if found.reason in (Miss.NEVER_STORED, Miss.UNKNOWN):
-            found = replace(found, reason=self._difference(ids, start) or found.reason)
+            found = replace(found, reason=self._difference(ids) or found.reason)
         trace.lookups.append(found.as_dict() | {"num_tokens": len(ids)})
         return found.kv
 
-    def _difference(self, ids: Tensor, start: int) -> Miss | None:
+    def _difference(self, ids: Tensor) -> Miss | None:
         """What sets the chunk asked for apart from the nearest that is stored of the same tokens."""
         kin = self.store.kin(ids)
         compressor = "" if self.compressor is None else repr(self.compressor)
