@@ -77,7 +77,7 @@ def test_random_models_are_the_same_each_time() -> None:
     first, second = (open_model("random:toy", chunk_tokens=64, store="memory:") for _ in range(2))
     assert first.decoder.fingerprint == second.decoder.fingerprint
     assert Bytes().decode(Bytes().encode("née")) == "née"
-    with pytest.raises(ModelError, match="unknown shape 'random:to'; did you mean 'toy'"):
+    with pytest.raises(ModelError, match="unknown shape 'random:to'; did you mean 'random:toy'"):
         open_model("random:to", chunk_tokens=64, store="memory:")
 
 

@@ -148,8 +148,8 @@ def test_an_encrypted_entry_needs_its_key(place, keys, make_chunk, make_key, ass
     sealed = place.read(key)
     assert b"keys.0" not in sealed
     for options, reason in (
-        ("", f"is encrypted with the key {SECRET.id}; give that as key_file=FILE or $KVLOOM_STORE_KEY"),
-        (f"key_file={keys[1]}", f"is encrypted with the key {SECRET.id}, not with {OTHER.id}; give that as"),
+        ("", f"is encrypted with the key {SECRET.id}; give it as key_file=FILE or $KVLOOM_STORE_KEY"),
+        (f"key_file={keys[1]}", f"is encrypted with the key {SECRET.id}, not with {OTHER.id}; give the first as"),
     ):
         theirs = place(options)
         found = theirs.lookup(key)
