@@ -149,7 +149,10 @@ def test_an_encrypted_entry_needs_its_key(place, keys, make_chunk, make_key, ass
     assert b"keys.0" not in sealed
     for options, reason in (
         ("", f"is encrypted with the key {SECRET.id}; give it as key_file=FILE or $KVLOOM_STORE_KEY"),
-        (f"key_file={keys[1]}", f"is encrypted with the key {SECRET.id}, not with {OTHER.id}; give the first as"),
+        (
+            f"key_file={keys[1]}",
+            f"is encrypted with the key {SECRET.id}, not with {OTHER.id}; give the first as",
+        ),
     ):
         theirs = place(options)
         found = theirs.lookup(key)
