@@ -23,6 +23,7 @@ LOCK = "store.lock"
 LOCK_S = 2.0  # an evicting process holds the lock for milliseconds; a stopped one must not stop the others
 POLL_S = 0.002  # a waiter looks that often, and who takes the lock again and again leaves it that long
 BATCH = 16
+_NONE_YET = -1  # no file has that number
 
 
 def exclusive(store: DiskStore, patience_s: float | None = None) -> AcquireReturnProxy:
@@ -39,8 +40,9 @@ class Quota:
     def __init__(self, store: DiskStore, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._store = store
-        # The index file in which this process has looked for entries that it does not know.
-        self._counted: int | None = None
+        # The index file in which this process has looked for entries that it does not know; None: there is no
+        # index.
+        self._counted: int | None = _NONE_YET
         self._estimate: int | None = None  # of all entries, while there is no index
         self._lock = threading.Lock()
 
@@ -53,7 +55,7 @@ class Quota:
                 f"{self.num_bytes:,}; raise quota= in the store's URL"
             )
         with self._lock:
-            if self._counted is None or self._counted != store.index.file_number:
+            if self._counted != store.index.file_number:
                 store.reconcile()
                 self._counted = store.index.file_number
             if self._excess(key, num_bytes) > 0:

@@ -55,6 +55,17 @@ def test_an_index_that_was_removed_does_not_hide_what_there_is(store, make_chunk
     assert sum(path.stat().st_size for path in store.path.glob("*/*.safetensors")) <= store.quota_bytes
 
 
+def test_files_are_counted_once_where_there_can_be_no_index(store, make_chunk, make_key, monkeypatch):
+    without_index(store)
+    for path in store.path.glob("index.sqlite*"):
+        path.unlink()
+    counted = []
+    monkeypatch.setattr(store, "reconcile", lambda: counted.append(1))
+    for number in range(3):
+        store.put(make_key(number), make_chunk(number))
+    assert counted == [1]
+
+
 @pytest.mark.parametrize("index", [True, False])
 def test_the_least_recently_used_go_first(store, make_chunk, make_key, index):
     if not index:
