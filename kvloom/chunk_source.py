@@ -127,8 +127,7 @@ class ChunkSource:
                 start = time.perf_counter()
                 kv = next(computed)
                 self._price(kv.num_tokens, time.perf_counter() - start)
-                if key not in self._unreadable(trace):
-                    self._store_if_possible(key, kv)
+                self._store_if_possible(key, kv, trace)
             trace.prefilled_tokens += kv.num_tokens * len(missing[key])
             yield key, kv
 
@@ -149,8 +148,8 @@ class ChunkSource:
             kv = next(prefill(self.decoder, [header_ids]))
             if must_store:
                 self.store.put(key, kv)
-            elif key not in self._unreadable(trace):
-                self._store_if_possible(key, kv)
+            else:
+                self._store_if_possible(key, kv, trace)
         trace.prefilled_tokens += kv.num_tokens
         return kv
 
@@ -196,14 +195,12 @@ class ChunkSource:
             return f"its keys and values are not {self.decoder.dtype}"
         return ""
 
-    def _unreadable(self, trace: Trace) -> set[str]:
-        """Keys of entries that may be right and that someone else can read: they are not overwritten."""
-        return {found["key"] for found in trace.lookups if found["reason"] == Miss.UNREADABLE}
-
-    def _store_if_possible(self, key: str, kv: ChunkKV) -> None:
+    def _store_if_possible(self, key: str, kv: ChunkKV, trace: Trace) -> None:
         """Stores for the next question; a store that cannot be written costs this one nothing but a
-        warning.
+        warning. An entry that could not be read stays, for who can.
         """
+        if any(found["key"] == key and found["reason"] == Miss.UNREADABLE for found in trace.lookups):
+            return
         try:
             self.store.put(key, kv)
         except StoreError as error:

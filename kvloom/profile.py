@@ -8,18 +8,16 @@ changed. ``KVLOOM_PROFILE=off`` leaves all profiles alone.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import re
-import uuid
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 from kvloom.errors import MethodError, ProfileError
-from kvloom.paths import cache_folder
+from kvloom.paths import cache_folder, write_whole
 from kvloom.selectors import Selector, as_selector
 from kvloom.selectors.infoflow import resolve_layers
 
@@ -134,7 +132,7 @@ class Profile:
         try:
             if path is None:
                 target.parent.mkdir(parents=True, exist_ok=True)
-            _write(target, json.dumps(self.as_dict(), ensure_ascii=False, indent=2) + "\n")
+            write_whole(target, json.dumps(self.as_dict(), ensure_ascii=False, indent=2) + "\n")
         except OSError as error:
             raise ProfileError(f"profile {target} cannot be written: {error.strerror}") from None
         return target
@@ -157,20 +155,6 @@ def _folder() -> Path:
 
 def _file(fingerprint: str) -> Path:
     return _folder() / f"{fingerprint}.json"
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 # --- what later runs use

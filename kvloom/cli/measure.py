@@ -43,10 +43,9 @@ MaxContext = Annotated[
 def read_set(text: str, seed: int = 0) -> "Benchmark":
     """The set of ``NAME`` or ``NAME:OPTION=VALUE,...``; raises ``MethodError`` for an unknown one."""
     from kvloom.eval.benchmark import build
-    from kvloom.eval.runner import split_options
+    from kvloom.eval.runner import split_method
 
-    name, _, options = text.partition(":")
-    return build(name, split_options(text, options), seed=seed)
+    return build(*split_method(text), seed=seed)
 
 
 def measure(

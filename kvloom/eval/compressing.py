@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvloom.compressors import Compressor, as_compressor
 from kvloom.errors import ContextTooLong, MethodError
-from kvloom.eval.runner import split_options
+from kvloom.eval.runner import split_method
 from kvloom.eval.speed import WARM_UP, measure_speed
 from kvloom.long_answer import generate
 
@@ -34,8 +34,7 @@ def parse_rival(text: str, shared: Mapping[str, str] | None = None, *, phase: st
 
     Raises ``MethodError`` for an unknown name or option, and one that stands in both places.
     """
-    name, _, rest = text.partition(":")
-    options = split_options(text, rest)
+    name, options = split_method(text)
     twice = options.keys() & (shared or {}).keys()
     if twice:
         raise MethodError(f"{text!r}: {', '.join(sorted(twice))} is given with the method and for all; once")

@@ -6,12 +6,12 @@ import json
 import re
 import shlex
 from collections import Counter
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from typing import TYPE_CHECKING
 
 from kvloom.eval.benchmark import benchmarks
 from kvloom.eval.page import Bullets, Code, Grid, Heading
-from kvloom.eval.runs import parse_recipe
+from kvloom.eval.runs import parse_recipe, read_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,11 +70,7 @@ def _prompt_options(prompt_format: str) -> list[str]:
 
 def _set_text(written: str) -> str:
     """``Needle(lengths=(1000,), depths=(0, 50), ...)`` as the command line takes it, defaults left out."""
-    class_name = written.partition("(")[0]
-    name = next((name for name in benchmarks if benchmarks[name].__name__ == class_name), class_name)
-    cls = benchmarks.get(name)
-    defaults = {} if cls is None else {field.name: field.default for field in fields(cls)}
-    options = {option: value for option, value in parse_recipe(written).items() if option != "reorder"}
+    name, options, defaults = read_recipe(written, benchmarks)
     parts = [
         f"{option}={json.dumps(value, separators=(',', ':')) if isinstance(value, tuple) else value}"
         for option, value in options.items()

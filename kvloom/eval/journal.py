@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from kvloom.errors import EvalError
+from kvloom.paths import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,9 +43,7 @@ class Journal:
     def _adopt(self, wanted: dict[str, Any]) -> None:
         path = self.folder / "run.json"
         if not path.exists():
-            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
+            write_whole(path, json.dumps(wanted, indent=2) + "\n")
             return
         try:
             held = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -84,14 +82,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON lines of a file, none if it does not exist; a line that a crash cut short is left out."""
     lines = []
     if path.exists():
-        for text in path.read_bytes().split(b"\n"):
+        for text in filter(None, path.read_bytes().split(b"\n")):
             try:
-                line = json.loads(text) if text else None
+                line = json.loads(text)
             except (ValueError, RecursionError):
-                line = text
+                line = None
             if isinstance(line, dict):
                 lines.append(line)
-            elif line is not None or text:
+            else:
                 logger.warning("%s: a line was cut short and is left out", path)
     return lines
 

@@ -58,8 +58,7 @@ class Method:
         A comma separates options only where NAME= follows, so that ``layers=17,18`` stays one value.
         """
         written, at, compressor = text.partition("@")
-        name, _, rest = written.partition(":")
-        options = split_options(text, rest)
+        name, options = split_method(written, text)
         wish = options.pop("reorder", "false")
         choices: dict[str, Reorder] = {"false": False, "true": True, "chunks": "chunks"}
         if wish not in choices:
@@ -69,8 +68,7 @@ class Method:
             return cls(text, selector, choices[wish])
         if not selector.reuses:
             raise MethodError(f"method {text!r}: {name} takes no chunk from the store, so none is compressed")
-        name, _, rest = compressor.partition(":")
-        return cls(text, selector, choices[wish], as_compressor(name, split_options(text, rest)))
+        return cls(text, selector, choices[wish], as_compressor(*split_method(compressor, text)))
 
     @property
     def recipe(self) -> str:
@@ -83,18 +81,20 @@ class Method:
         return loom if self.chunk_compressor is None else loom.twin(chunk_compressor=self.chunk_compressor)
 
 
-def split_options(text: str, options: str) -> dict[str, str]:
-    """``OPTION=VALUE,...`` as a dict; raises ``MethodError``, naming the whole `text`, for anything else.
+def split_method(text: str, whole: str | None = None) -> tuple[str, dict[str, str]]:
+    """Name and options of ``NAME`` or ``NAME:OPTION=VALUE,...``; raises ``MethodError``, naming the `whole`
+    that the text is part of, for anything else.
 
     A comma separates options only where NAME= follows, so that ``layers=17,18`` stays one value.
     """
+    name, _, options = text.partition(":")
     found: dict[str, str] = {}
     for part in re.split(r",(?=\w+=)", options) if options else []:
         option, equals, value = part.partition("=")
         if not equals:
-            raise MethodError(f"{text!r}: {part!r} is not of the form OPTION=VALUE")
+            raise MethodError(f"{whole or text!r}: {part!r} is not of the form OPTION=VALUE")
         found[option] = value
-    return found
+    return name, found
 
 
 @dataclass(frozen=True, kw_only=True)

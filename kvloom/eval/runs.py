@@ -19,8 +19,10 @@ from kvloom.eval.runner import Recipe, Result, read_lines
 from kvloom.selectors import selectors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+    from kvloom.registry import Registry
 
 _TRACED = ("context_tokens", "recomputed_rows", "token_layers", "kv_bytes", "seconds")
 BUDGETS = ("ratio", "k")
@@ -226,27 +228,30 @@ def _shown(name: str, options: dict[str, Any]) -> str:
     defaults: dict[str, Any] = {"reorder": False}
     if cls is not None:
         defaults |= {field.name: field.default for field in fields(cls)}
-    words = [
+    compressor = options.get("compressor")
+    words = _words({k: v for k, v in options.items() if k != "compressor"}, defaults, always="ratio")
+    if compressor is None:
+        return " ".join(words)
+    name, given, defaults = read_recipe(compressor, compressors)
+    return " ".join([*words, f"@ {name}", *_words(given, defaults, always="keep")])
+
+
+def _words(options: Mapping[str, Any], defaults: Mapping[str, Any], *, always: str) -> list[str]:
+    """The option that always stands there, and those that are not as by default."""
+    return [
         f"{option}={as_text(value)}"
         for option, value in options.items()
-        if option != "compressor" and (option == "ratio" or value != defaults.get(option, MISSING))
+        if option == always or value != defaults.get(option, MISSING)
     ]
-    compressor = options.get("compressor")
-    return " ".join(words if compressor is None else [*words, _shown_compressor(compressor)])
 
 
-def _shown_compressor(recipe: str) -> str:
-    """``@ snapkv keep=0.4``: the share kept and all that is not as the compressor has it by default."""
+def read_recipe(recipe: str, registry: Registry[Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Of ``SnapKV(keep=0.4)``: the registered name of the class, the options given, and the default ones."""
     class_name = recipe.partition("(")[0]
-    name = next((name for name in compressors if compressors[name].__name__ == class_name), class_name)
-    cls = compressors.get(name)
+    name = next((name for name in registry if registry[name].__name__ == class_name), class_name)
+    cls = registry.get(name)
     defaults = {} if cls is None else {field.name: field.default for field in fields(cls)}
-    words = [
-        f"{option}={as_text(value)}"
-        for option, value in parse_recipe(recipe).items()
-        if option != "reorder" and (option == "keep" or value != defaults.get(option, MISSING))
-    ]
-    return " ".join([f"@ {name}", *words])
+    return name, {k: v for k, v in parse_recipe(recipe).items() if k != "reorder"}, defaults
 
 
 def parse_recipe(recipe: str) -> dict[str, Any]:

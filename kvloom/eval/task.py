@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvloom.errors import EvalError, MethodError
 from kvloom.eval.benchmark import data_folder
-from kvloom.eval.runner import split_options
+from kvloom.eval.runner import split_method
 from kvloom.registry import Registry
 
 if TYPE_CHECKING:
@@ -67,10 +67,7 @@ def read_task_sets(texts: Sequence[str]) -> list[TaskSet]:
     """The sets of ``NAME`` or ``NAME:OPTION=VALUE,...``; raises ``MethodError`` for an unknown one, and one
     named twice.
     """
-    found = []
-    for text in texts:
-        name, _, options = text.partition(":")
-        found.append(task_sets.build(name, split_options(text, options)))
+    found = [task_sets.build(*split_method(text)) for text in texts]
     names = [task_set.name for task_set in found]
     if len(set(names)) < len(names):
         raise MethodError(f"a task set is named twice: {', '.join(names)}")

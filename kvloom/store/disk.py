@@ -161,7 +161,7 @@ class DiskStore(Store):
 
     def kin(self, token_ids: Tensor) -> list[Kin]:
         held = self.index.same_content(content_digest(token_ids))
-        return [Kin(chunk.fingerprint or "", chunk.start or 0, chunk.compressor or "") for chunk in held]
+        return [Kin(chunk.fingerprint or "", chunk.compressor or "") for chunk in held]
 
     def put(self, key: str, kv: ChunkKV) -> None:
         """The entry is on the disk, durably; raises ``StoreError`` if it cannot be written."""

@@ -138,13 +138,12 @@ def unseal(content: memoryview, read: Header, secret: StoreKey | None) -> memory
     require(_NONCE.fullmatch(metadata["nonce"]) is not None, f"its nonce is {metadata['nonce']!r}")
     if metadata["cipher"] != CIPHER:
         raise UnreadableEntry(f"is encrypted by {metadata['cipher']!r}; update kvloom to read it")
-    give = f"give the first as key_file=FILE or ${ENVIRONMENT}"
-    if secret is None:
+    if secret is None or metadata["key_id"] != secret.id:
+        other, which = ("", "it") if secret is None else (f", not with {secret.id}", "the first")
         raise UnreadableEntry(
-            f"is encrypted with the key {metadata['key_id']}; give it as key_file=FILE or ${ENVIRONMENT}"
+            f"is encrypted with the key {metadata['key_id']}{other}; give {which} as key_file=FILE or "
+            f"${ENVIRONMENT}"
         )
-    if metadata["key_id"] != secret.id:
-        raise UnreadableEntry(f"is encrypted with the key {metadata['key_id']}, not with {secret.id}; {give}")
     from cryptography.exceptions import InvalidTag
 
     nonce = bytes.fromhex(metadata["nonce"])

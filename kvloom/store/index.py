@@ -203,11 +203,7 @@ class ChunkIndex:
     def same_content(self, content: str) -> list[IndexedChunk]:
         """Entries of the same tokens, whatever computed them; a few if there are many."""
 
-        def work(db: sqlite3.Connection) -> list[IndexedChunk]:
-            rows = db.execute(f"SELECT {_ROW} FROM chunks WHERE content = ? LIMIT 16", (content,))
-            return [IndexedChunk(**dict(zip(_ROW.split(", "), row, strict=True))) for row in rows]
-
-        return self.run(work) or []
+        return self.chunks("WHERE content = ? LIMIT 16", (content,)) or []
 
     @property
     def file_number(self) -> int | None:

@@ -42,7 +42,6 @@ class Kin(NamedTuple):
     """How an entry of the same tokens was computed."""
 
     fingerprint: str
-    start: int  # tokens of the header that it was prefilled behind
     compressor: str
 
 
