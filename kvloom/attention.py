@@ -169,10 +169,17 @@ class Packed:
 
 
 def attend_last(query: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> Tensor:
-    """Attention of the last S of T tokens: query i sees the keys up to T - S + i."""
+    """Attention of the last S of T tokens: query i sees the keys up to T - S + i.
+
+    Where S is at least half of T, empty queries fill up the square: the kernel's own causal mask then does T
+    * T / 2 of work, a mask given to it S * T.
+    """
     num_rows, num_keys = query.shape[1], keys.shape[1]
-    if heads.is_plain and num_rows in (1, num_keys):
-        return _sdpa(query, keys, values, heads.scaling, is_causal=num_rows > 1)
+    if heads.is_plain and num_rows == 1:
+        return _sdpa(query, keys, values, heads.scaling)
+    if heads.is_plain and num_keys <= 2 * num_rows:
+        square = F.pad(query, (0, 0, num_keys - num_rows, 0)) if num_keys > num_rows else query
+        return _sdpa(square, keys, values, heads.scaling, is_causal=True)[:, num_keys - num_rows :]
     places = torch.arange(num_keys, device=query.device)
     return attend(query, keys, values, _mask(places, places[num_keys - num_rows :]), heads)
 

@@ -222,8 +222,14 @@ class SplicedCache(Cache):
         """Fills announced rows of a layer with keys (H, T, D) rotated to their positions, and values (H, T,
         D).
         """
-        self.layers[layer].key_buffer[0, :, rows.start : rows.stop] = keys
-        self.layers[layer].value_buffer[0, :, rows.start : rows.stop] = values
+        held_keys, held_values = self.slot(layer, rows)
+        held_keys.copy_(keys)
+        held_values.copy_(values)
+
+    def slot(self, layer: int, rows: range) -> tuple[Tensor, Tensor]:
+        """Where announced rows of a layer lie, keys and values (H, T, D): views to fill."""
+        held = self.layers[layer]
+        return held.key_buffer[0, :, rows.start : rows.stop], held.value_buffer[0, :, rows.start : rows.stop]
 
     def write_places(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Fills places (H, S) int64 of a layer's heads with keys (H, S, D) and values (H, S, D)."""

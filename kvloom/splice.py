@@ -41,13 +41,15 @@ def splice_into(decoder: Decoder, cache: SplicedCache, rows: range, start: int, 
     move = Move(decoder.rotation(delta)) if delta else None
     for layer in range(kv.num_layers):
         keys, values = kv.keys[layer].to(cache.device), kv.values[layer].to(cache.device)
-        if move is not None:
-            keys = move(keys)
-        if kv.rows is None:
+        if kv.rows is not None:
+            places = rows.start + kv.rows[layer].to(cache.device, torch.int64)
+            cache.write_places(layer, places, keys if move is None else move(keys), values)
+        elif move is None:
             cache.write(layer, rows, keys, values)
         else:
-            places = rows.start + kv.rows[layer].to(cache.device, torch.int64)
-            cache.write_places(layer, places, keys, values)
+            held_keys, held_values = cache.slot(layer, rows)
+            move(keys, held_keys)
+            held_values.copy_(values)
 
 
 def leave_out(cache: SplicedCache, compressed: Sequence[tuple[range, tuple[Tensor, ...]]]) -> None:
@@ -80,12 +82,14 @@ class Move:
         turned = torch.diag(self._cos) + torch.diag(first, half) + torch.diag(second, -half)
         self._is_by_halves = len(rotation) == 2 * half and turned.equal(rotation)
 
-    def __call__(self, keys: Tensor) -> Tensor:
-        given = keys.float()
+    def __call__(self, keys: Tensor, into: Tensor | None = None) -> Tensor:
+        """The moved keys, written to `into` if given."""
+        into = torch.empty_like(keys) if into is None else into
         if not self._is_by_halves:
-            return torch.matmul(given, self._rotation).to(keys.dtype)
-        half = given.shape[2] // 2
-        moved = given * self._cos
+            return into.copy_(torch.matmul(keys.float(), self._rotation))
+        given, half = keys.float(), keys.shape[2] // 2
+        # Float32 keys need no copy on the way: they turn where they are wanted.
+        moved = torch.mul(given, self._cos, out=into) if into.dtype == torch.float32 else given * self._cos
         moved[..., :half].addcmul_(given[..., half:], self._sin[:half])
         moved[..., half:].addcmul_(given[..., :half], self._sin[half:])
-        return moved.to(keys.dtype)
+        return into if moved is into else into.copy_(moved)

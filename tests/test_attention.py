@@ -99,11 +99,17 @@ def test_the_listener_hears_rows_in_order_in_blocks_of_bounded_size(monkeypatch:
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=["plain", "sinks", "softcap"])
-@pytest.mark.parametrize("num_rows", [1, 4, 9])
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 8, 9])
 def test_attend_last_aligns_the_queries_to_the_end(num_rows: int, heads: Heads) -> None:
     query, keys, values = tensors(num_rows, 9)
     expected = reference(query, keys, values, sees(torch.arange(9 - num_rows, 9), torch.arange(9)), heads)
     assert torch.allclose(attend_last(query, keys, values, heads), expected, atol=1e-5)
+
+
+def test_no_mask_is_built_where_most_keys_have_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_mask", lambda *_: pytest.fail("a dense mask doubles the arithmetic"))
+    query, keys, values = tensors(5, 9)
+    attend_last(query, keys, values, HEADS[0])
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=["plain", "sinks", "softcap"])

@@ -138,5 +138,10 @@ def test_moving_by_halves_is_the_matrix_product(kind: str, dtype: torch.dtype) -
     expected = (keys.float() @ rotation).to(dtype)
     rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(Move(rotation)(keys), expected, atol=1e-6, rtol=rtol)
+    into = torch.zeros(2, 9, len(rotation), dtype=dtype)
+    Move(rotation)(keys, into[:, 2:7])  # a part of a longer buffer, as in a cache
+    torch.testing.assert_close(into[:, 2:7], expected, atol=1e-6, rtol=rtol)
+    assert not into[:, :2].any()
+    assert not into[:, 7:].any()
     assert keys.equal(before)
     assert Move(rotation)._is_by_halves == (kind in ("halves", "none"))
